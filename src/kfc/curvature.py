@@ -1,0 +1,226 @@
+"""The Fisher blocks of all layers: their running averages, inverses and natural gradients."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfc.checks import raise_differences
+from kfc.kronecker import trace
+from kfc.layers import Handler, Moment, Plan
+from kfc.layers.base import Inverse
+
+
+@dataclass
+class LayerCurvature:
+    """What is known of one layer's block.
+
+    Attributes:
+        roles: the parameters that were trained when ``running`` was gathered.
+        running: the moving averages of its statistics.
+        inverse: of the block damped by ``damping``; older than ``running`` unless just renewed.
+    """
+
+    roles: tuple[str, ...] = ()
+    running: tuple[Tensor, ...] | None = None
+    inverse: Inverse | None = None
+    damping: float = math.nan
+
+
+class Curvature:
+    """One :class:`LayerCurvature` per handler of a plan, and the batch statistics on their way in.
+
+    Args:
+        inverse_kind: a key of ``kfc.kronecker.INVERSES``.
+    """
+
+    def __init__(self, plan: Plan, inverse_kind: str) -> None:
+        self.handlers = plan.handlers
+        self.layer_of = plan.layer_of
+        self.inverse_kind = inverse_kind
+        self.layers = {name: LayerCurvature() for name in plan.handlers}
+        self.pending: dict[str, tuple[Moment, ...]] = {}
+
+    # Statistics
+
+    def add(self, moments: Mapping[str, tuple[Moment, ...]]) -> None:
+        """Micro-batches add up: each moment is weighted by what it is a mean over."""
+        for name, new in moments.items():
+            old = self.pending.get(name)
+            if old is not None and new:
+                new = tuple(a.plus(b) for a, b in zip(old, new, strict=True))
+            if new:
+                self.pending[name] = new
+
+    def pending_traces(self) -> list[Tensor]:
+        """Scalars that are finite just if the pending statistics are."""
+        # If any entry of a second moment is not finite, nor is its diagonal.
+        return [trace(moment.total).sum() for many in self.pending.values() for moment in many]
+
+    def take_up(self, decay: float) -> None:
+        """Moving averages (eqn 24) of the pending statistics; a layer's first ones set them."""
+        for name, moments in self.pending.items():
+            layer = self.layers[name]
+            roles = tuple(self.handlers[name].trained())
+            means = tuple(moment.mean() for moment in moments)
+            if layer.running is None or layer.roles != roles:
+                inverse = layer.inverse if layer.roles == roles else None
+                self.layers[name] = LayerCurvature(roles, means, inverse, layer.damping)
+                continue
+            for running, mean in zip(layer.running, means, strict=True):
+                running.lerp_(mean, 1 - decay)
+        self.pending.clear()
+
+    def replace_by_pending(self) -> None:
+        """Forget what was known of the layers that have pending statistics; take these."""
+        for name in self.pending:
+            self.layers[name] = LayerCurvature()
+        self.take_up(decay=0.0)
+
+    def is_known(self, name: str) -> bool:
+        """Whether there are statistics for all that is trained of a layer."""
+        layer, trained = self.layers[name], self.handlers[name].trained()
+        return not trained or (layer.running is not None and layer.roles == tuple(trained))
+
+    def running(self) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+        """(name, running averages) of every layer that has some."""
+        for name, layer in self.layers.items():
+            if layer.running is not None:
+                yield name, layer.running
+
+    # Inverses
+
+    def refresh_inverses(self, damping: Callable[[str], float], *, only_missing: bool) -> None:
+        """Invert every known block, damped by δ of its layer, or only those not inverted yet."""
+        due = {
+            name: running
+            for name, running in self.running()
+            if not only_missing or self.layers[name].inverse is None
+        }
+        if not due:
+            return
+        sums = [torch.stack([trace(r).sum() for r in running]).sum() for running in due.values()]
+        home = sums[0].device
+        finite = torch.stack([torch.isfinite(s).to(home) for s in sums]).tolist()
+        for (name, running), good in zip(due.items(), finite, strict=True):
+            if not good:
+                self._refuse_factors(name)
+                continue
+            layer, handler = self.layers[name], self.handlers[name]
+            layer.damping = damping(name)
+            layer.inverse = handler.invert(running, layer.damping, self.inverse_kind)
+
+    def _refuse_factors(self, name: str) -> None:
+        """Not finite: keep the last good inverse, and let the next statistics set the factors."""
+        if self.layers[name].inverse is None:
+            raise RuntimeError(
+                f"the factors of layer {name!r} are not finite, and there is no earlier inverse; "
+                "check the checkpoint they came from, or call estimate_factors"
+            )
+        self.layers[name].running = None
+        warnings.warn(
+            f"the factors of layer {name!r} have become non-finite and were dropped; its last good "
+            "inverse is used until new statistics arrive",
+            stacklevel=2,
+        )
+
+    def natural_gradient(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """F̂_damped⁻¹ times the gradients (eqn 10), by parameter name; plain where no handler is."""
+        by_layer: dict[str, dict[str, str]] = {}
+        for name in gradients:
+            if name in self.layer_of:
+                layer, role = self.layer_of[name]
+                by_layer.setdefault(layer, {})[role] = name
+        result = dict(gradients)
+        for layer, names in by_layer.items():
+            result.update(self._natural_gradient_of(layer, names, gradients))
+        return result
+
+    def _natural_gradient_of(
+        self, layer: str, names: Mapping[str, str], gradients: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        handler, known = self.handlers[layer], self.layers[layer]
+        trained = handler.trained()
+        if known.inverse is None or known.roles != tuple(trained):
+            raise RuntimeError(
+                f"layer {layer!r} has a gradient, but no statistics: it did not run, or did not "
+                "reach the output, in a training-mode forward pass of the model itself. Call the "
+                "model rather than its parts, have output= return every tensor that the loss is "
+                "computed from, or freeze the layer"
+            )
+        # A trained parameter without a gradient stays where it is; its gradient counts as zero.
+        by_role = {
+            role: gradients[names[role]].to(handler.dtype)
+            if role in names
+            else torch.zeros_like(parameter, dtype=handler.dtype)
+            for role, parameter in trained.items()
+        }
+        natural = handler.natural_gradient(known.inverse, by_role)
+        return {name: natural[role].to(gradients[name].dtype) for role, name in names.items()}
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers and strings only; the tensors are copies."""
+        return {
+            "inverse_kind": self.inverse_kind,
+            "layers": {name: _save(layer) for name, layer in self.layers.items()},
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ``ValueError``, listing the differences, if the state is another model's."""
+        saved = state["layers"]
+        raise_differences("layers", _shapes(saved), self._expected_shapes(saved))
+
+    def _expected_shapes(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        shapes: dict[str, Any] = {}
+        for name, handler in self.handlers.items():
+            entry = saved.get(name) or {"roles": (), "running": ()}
+            # Statistics of a layer that was frozen or thawed since have another shape, unused.
+            usable = entry["running"] and tuple(entry["roles"]) == tuple(handler.trained())
+            shapes[name] = list(handler.shapes()) if usable else _entry_shapes(entry)
+        return shapes
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Call ``check_state`` first."""
+        self.pending.clear()
+        same_kind = state["inverse_kind"] == self.inverse_kind
+        for name, entry in state["layers"].items():
+            self.layers[name] = self._restore(self.handlers[name], entry, same_kind)
+
+    def _restore(
+        self, handler: Handler, entry: Mapping[str, Any], same_kind: bool
+    ) -> LayerCurvature:
+        def own(tensor: Tensor) -> Tensor:
+            return tensor.to(handler.weight.device, copy=True)
+
+        inverse = None
+        if entry["inverse"] and same_kind:
+            tensors = {key: own(tensor) for key, tensor in entry["inverse"].items()}
+            inverse = handler.restore_inverse(tensors, self.inverse_kind)
+        running = tuple(own(tensor) for tensor in entry["running"]) or None
+        return LayerCurvature(tuple(entry["roles"]), running, inverse, entry["damping"])
+
+
+def _save(layer: LayerCurvature) -> dict[str, Any]:
+    inverse = {} if layer.inverse is None else layer.inverse.tensors
+    return {
+        "roles": list(layer.roles),
+        "running": [tensor.clone() for tensor in layer.running or ()],
+        "inverse": {key: tensor.clone() for key, tensor in inverse.items()},
+        "damping": layer.damping,
+    }
+
+
+def _shapes(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _entry_shapes(entry) for name, entry in saved.items()}
+
+
+def _entry_shapes(entry: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in entry["running"]]

@@ -1,0 +1,205 @@
+"""Products with the exact Fisher matrix F = JᵀRJ of a batch, by forward-mode differentiation.
+
+J is the Jacobian of the model's outputs in its parameters, R the Hessian of the loss in the
+outputs (see :mod:`kfc.likelihoods` for its scale). The model runs as it is, in training or in
+evaluation mode, once per product; its buffers, gradients and the global random state stay as they
+were, and dropout draws the mask that the next forward pass would draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kfc.capture import ModelCall, suspended
+from kfc.likelihoods import Likelihood, resolve_likelihood
+
+Output = Callable[[Any], Tensor]
+Vector = TypeVar("Vector", Mapping[str, Tensor], Sequence[Tensor])
+
+
+def vector_product(
+    model: nn.Module,
+    inputs: Any,
+    vector: Vector,
+    *,
+    likelihood: str | Likelihood = "categorical",
+    output: Output | None = None,
+) -> Vector:
+    """F v, exactly.
+
+    Args:
+        model: any module; it is called as ``model(inputs)``, ``model(*inputs)`` for a tuple and
+            ``model(**inputs)`` for a dict.
+        inputs: one batch.
+        vector: v, a dict from parameter names to tensors (parameters left out count as zero), or a
+            list in the order of ``model.parameters()``, of all or of those that require gradients.
+        likelihood: what the outputs parametrise; see :class:`kfc.Likelihood`.
+        output: picks the tensor of outputs from what the model returns.
+
+    Returns:
+        F v in the structure of ``vector``, for the parameters in it.
+    """
+    tangents = _by_name(model, vector)
+    parameters = dict(model.named_parameters())
+    leaves = {name: parameters[name].detach().requires_grad_() for name in tangents}
+    distribution = resolve_likelihood(likelihood)
+    with (
+        torch.enable_grad(),
+        _dual_run(model, _call(inputs), tangents, leaves, output) as (
+            outputs,
+            change,
+        ),
+    ):
+        distribution.validate(outputs)
+        pulled = distribution.fisher_product(outputs.detach(), change.detach())
+        products = torch.autograd.grad(
+            outputs, list(leaves.values()), pulled.to(outputs.dtype), allow_unused=True
+        )
+    filled = [
+        torch.zeros_like(leaf) if product is None else product.detach()
+        for leaf, product in zip(leaves.values(), products, strict=True)
+    ]
+    return _like(vector, dict(zip(leaves, filled, strict=True)))
+
+
+def quadratic_form(
+    model: nn.Module,
+    inputs: Any,
+    vector: Mapping[str, Tensor] | Sequence[Tensor],
+    *,
+    likelihood: str | Likelihood = "categorical",
+    output: Output | None = None,
+) -> Tensor:
+    """vᵀ F v, exactly, for one dual forward pass; arguments as in :func:`vector_product`."""
+    return quadratic_form_of_call(
+        model, _call(inputs), _by_name(model, vector), resolve_likelihood(likelihood), output
+    )
+
+
+def quadratic_form_of_call(
+    model: nn.Module,
+    call: ModelCall,
+    tangents: Mapping[str, Tensor],
+    likelihood: Likelihood,
+    output: Output | None,
+) -> Tensor:
+    """vᵀ F v on a recorded forward pass."""
+    with torch.no_grad(), _dual_run(model, call, tangents, {}, output) as (outputs, change):
+        likelihood.validate(outputs)
+        return (likelihood.fisher_product(outputs, change) * change).sum()
+
+
+@contextmanager
+def _dual_run(
+    model: nn.Module,
+    call: ModelCall,
+    tangents: Mapping[str, Tensor],
+    leaves: Mapping[str, Tensor],
+    output: Output | None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Run the model on dual parameters: the outputs, and how they change along the tangents."""
+    state: dict[str, Tensor] = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with ExitStack() as stack:
+        stack.enter_context(suspended())
+        stack.enter_context(_forked_random_state(model))
+        stack.enter_context(forward_ad.dual_level())
+        # The fused attention kernels have no forward mode.
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if call.autocast is not None:
+            stack.enter_context(torch.autocast(call.autocast[0], dtype=call.autocast[1]))
+        for name, parameter in model.named_parameters():
+            primal = leaves.get(name, parameter.detach())
+            tangent = tangents.get(name)
+            state[name] = primal if tangent is None else _dual(primal, tangent)
+        result = _run(model, state, call)
+        selected = select_output(result, output)
+        outputs, change = forward_ad.unpack_dual(selected)  # type: ignore[no-untyped-call]
+        yield outputs, torch.zeros_like(outputs) if change is None else change
+
+
+def _dual(primal: Tensor, tangent: Tensor) -> Tensor:
+    dual: Tensor = forward_ad.make_dual(primal, tangent.to(primal))  # type: ignore[no-untyped-call]
+    return dual
+
+
+def _run(model: nn.Module, state: dict[str, Tensor], call: ModelCall) -> Any:
+    try:
+        return functional_call(model, state, call.args, call.kwargs)
+    except NotImplementedError as error:
+        if "forward AD" not in str(error):
+            raise
+        raise RuntimeError(
+            "exact Fisher products need forward-mode differentiation, which an operation of this "
+            f"model lacks: {str(error).splitlines()[0]} Set fisher_clip=None to train without "
+            "them."
+        ) from error
+
+
+def select_output(result: Any, output: Output | None) -> Tensor:
+    """The tensor of outputs among what the model returned, or an error that says how to name it."""
+    selected = result if output is None else output(result)
+    if not isinstance(selected, Tensor):
+        origin = "the model returned" if output is None else "output= returned"
+        raise TypeError(
+            f"{origin} a {type(selected).__name__}, not a tensor; pick the outputs that the loss "
+            "is computed from, for instance output=lambda out: out.logits or "
+            "output=lambda out: out[0]"
+        )
+    return selected
+
+
+@contextmanager
+def _forked_random_state(model: nn.Module) -> Iterator[None]:
+    devices = {p.device for p in model.parameters() if p.device.type != "cpu"}
+    kind = next(iter(devices)).type if devices else "cuda"
+    with torch.random.fork_rng(devices=list(devices), device_type=kind):
+        yield
+
+
+def _call(inputs: Any) -> ModelCall:
+    if isinstance(inputs, tuple):
+        return ModelCall(inputs, {})
+    if isinstance(inputs, Mapping):
+        return ModelCall((), dict(inputs))
+    return ModelCall((inputs,), {})
+
+
+def _by_name(
+    model: nn.Module, vector: Mapping[str, Tensor] | Sequence[Tensor]
+) -> dict[str, Tensor]:
+    parameters = dict(model.named_parameters())
+    if isinstance(vector, Mapping):
+        named = dict(vector)
+        unknown = [name for name in named if name not in parameters]
+        if unknown:
+            raise ValueError(f"the vector names parameters that the model does not have: {unknown}")
+    else:
+        trained = [name for name, p in parameters.items() if p.requires_grad]
+        names = list(parameters) if len(vector) == len(parameters) else trained
+        if len(vector) != len(names):
+            raise ValueError(
+                f"the vector has {len(vector)} tensors, but the model has {len(parameters)} "
+                f"parameters, {len(trained)} of them trained"
+            )
+        named = dict(zip(names, vector, strict=True))
+    for name, tensor in named.items():
+        if tensor.shape != parameters[name].shape:
+            raise ValueError(
+                f"the vector has shape {tuple(tensor.shape)} for parameter {name!r} of shape "
+                f"{tuple(parameters[name].shape)}"
+            )
+    return named
+
+
+def _like(vector: Vector, products: dict[str, Tensor]) -> Vector:
+    if isinstance(vector, Mapping):
+        return products  # type: ignore[return-value]
+    return type(vector)(products.values())  # type: ignore[call-arg]

@@ -1,0 +1,213 @@
+"""Kronecker factors of a Fisher block, their damping and their inverses: matrices, no modules.
+
+Notation (section 2.2 and Theorem 2 of the paper). A block is approximated by Ω ⊗ Γ, with the
+activation factor Ω (groups, n, n) and the derivative factor Γ (groups, m, m); a gradient is a
+batch of matrices V (groups, m, n), and (Ω ⊗ Γ)⁻¹ vec V = vec(Γ⁻¹ V Ω⁻¹). A factor too wide to be
+kept whole is its diagonal, (groups, n). The damping is δ = λ + γ, weight decay plus damping.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Factors(NamedTuple):
+    """Ω and Γ of one layer, batched over groups; either may be a diagonal, (groups, size)."""
+
+    activation: Tensor
+    derivative: Tensor
+
+
+def is_diagonal(factor: Tensor) -> bool:
+    return factor.dim() == 2
+
+
+def trace(factor: Tensor) -> Tensor:
+    """(groups,)"""
+    diagonal = factor if is_diagonal(factor) else factor.diagonal(dim1=-2, dim2=-1)
+    return diagonal.sum(-1)
+
+
+def mean_eigenvalue(factor: Tensor) -> Tensor:
+    """(groups,)"""
+    return trace(factor) / factor.shape[-1]
+
+
+def factor_balance(factors: Factors) -> Tensor:
+    """π, (groups,): splits the damping between the factors in proportion to their mean eigenvalues.
+
+    The ratio of the trace norms of Ω ⊗ I and I ⊗ Γ, square-rooted; 1 where either is zero.
+    """
+    activation, derivative = (mean_eigenvalue(factor) for factor in factors)
+    known = (activation > 0) & (derivative > 0)
+    one = torch.ones_like(activation)
+    # Roots before the quotient: the quotient itself may leave float32's range.
+    root_ratio = (
+        torch.where(known, activation, one).sqrt() / torch.where(known, derivative, one).sqrt()
+    )
+    return torch.where(torch.isfinite(root_ratio) & (root_ratio > 0), root_ratio, one)
+
+
+def damping_shifts(factors: Factors, damping: float) -> tuple[Tensor, Tensor]:
+    """π √δ and √δ / π, each (groups,): what damping adds to the diagonals of Ω and Γ, eqn (9)."""
+    balance = factor_balance(factors)
+    root = damping**0.5
+    return balance * root, root / balance
+
+
+def add_to_diagonal(factor: Tensor, amount: Tensor) -> Tensor:
+    """A new factor with amount (groups,) added to each group's diagonal."""
+    result = factor.clone()
+    diagonal = result if is_diagonal(factor) else result.diagonal(dim1=-2, dim2=-1)
+    diagonal += amount.unsqueeze(-1)
+    return result
+
+
+class KroneckerInverse(ABC):
+    """The inverse of one damped block, ready to be applied; its tensors are its whole state."""
+
+    tensors: dict[str, Tensor]
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = dict(tensors)
+
+    @classmethod
+    @abstractmethod
+    def of(cls, factors: Factors, damping: float) -> KroneckerInverse:
+        """The inverse of the block with these factors, damped by δ."""
+
+    @abstractmethod
+    def apply(self, gradient: Tensor) -> Tensor:
+        """The inverse times a gradient (groups, m, n)."""
+
+
+class FactoredInverse(KroneckerInverse):
+    """Γ_damped⁻¹ and Ω_damped⁻¹ (eqn 10), by Cholesky factorisation."""
+
+    @classmethod
+    def of(cls, factors: Factors, damping: float) -> FactoredInverse:
+        activation, derivative = invert_shifted(factors, damping_shifts(factors, damping))
+        return cls({"activation": activation, "derivative": derivative})
+
+    def apply(self, gradient: Tensor) -> Tensor:
+        return times(
+            self.tensors["derivative"], times(self.tensors["activation"], gradient, "right")
+        )
+
+
+class EigenInverse(KroneckerInverse):
+    """(Ω ⊗ Γ + δ I)⁻¹ exactly, from the factors' eigendecompositions (appendix A.2)."""
+
+    @classmethod
+    def of(cls, factors: Factors, damping: float) -> EigenInverse:
+        (activation_values, activation_basis), (derivative_values, derivative_basis) = map(
+            eigendecompose, factors
+        )
+        products = derivative_values.unsqueeze(-1) * activation_values.unsqueeze(-2) + damping
+        tensors = {"reciprocals": reciprocal_or_zero(products)}
+        if activation_basis is not None:
+            tensors["activation_basis"] = activation_basis
+        if derivative_basis is not None:
+            tensors["derivative_basis"] = derivative_basis
+        return cls(tensors)
+
+    def apply(self, gradient: Tensor) -> Tensor:
+        activation_basis = self.tensors.get("activation_basis")
+        derivative_basis = self.tensors.get("derivative_basis")
+        result = gradient
+        if activation_basis is not None:
+            result = result @ activation_basis
+        if derivative_basis is not None:
+            result = derivative_basis.mT @ result
+        result = result * self.tensors["reciprocals"]
+        if activation_basis is not None:
+            result = result @ activation_basis.mT
+        if derivative_basis is not None:
+            result = derivative_basis @ result
+        return result
+
+
+INVERSES: dict[str, type[KroneckerInverse]] = {"factored": FactoredInverse, "eigen": EigenInverse}
+
+
+def times(factor: Tensor, matrix: Tensor, side: str = "left") -> Tensor:
+    """factor @ matrix, or matrix @ factor on the right; the factor may be a diagonal."""
+    if is_diagonal(factor):
+        return matrix * factor.unsqueeze(-1 if side == "left" else -2)
+    return factor @ matrix if side == "left" else matrix @ factor
+
+
+def invert_shifted(factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[Tensor]:
+    """(factor + shift I)⁻¹ for positive semi-definite factors; always finite.
+
+    Cholesky in the factors' own precision where that can be trusted, else more carefully. All
+    factors are launched before the one look at whether they can be.
+    """
+    quick = [
+        _invert_quickly(add_to_diagonal(factor, shift))
+        for factor, shift in zip(factors, shifts, strict=True)
+    ]
+    trusted = torch.stack([flag for _, flag in quick]).tolist()
+    return [
+        inverse if good else _invert_carefully(factor, shift)
+        for (inverse, _), good, factor, shift in zip(quick, trusted, factors, shifts, strict=True)
+    ]
+
+
+def _invert_quickly(damped: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse by Cholesky, and whether it can be trusted."""
+    if is_diagonal(damped):
+        return reciprocal_or_zero(damped), torch.ones((), dtype=torch.bool, device=damped.device)
+    lower, info = torch.linalg.cholesky_ex(damped)
+    diagonal = lower.diagonal(dim1=-2, dim2=-1)
+    # The square of this ratio bounds the reciprocal condition number from above.
+    spread = diagonal.amin(-1) / diagonal.amax(-1)
+    lowest = torch.finfo(damped.dtype).eps ** 0.4
+    return torch.cholesky_inverse(lower), ((info == 0) & (spread > lowest)).all()
+
+
+def _invert_carefully(factor: Tensor, shift: Tensor) -> Tensor:
+    # On the CPU: the case is rare, and not every device has float64.
+    wide, wide_shift = (part.to("cpu", torch.float64) for part in (factor, shift))
+    inverse, trusted = _invert_quickly(add_to_diagonal(wide, wide_shift))
+    if not trusted:
+        # Eigenvalues that are rounding errors of the factor's own precision become zero, so that
+        # only the shift is left of them; without a shift, this is the pseudo-inverse.
+        values, basis = eigendecompose(wide, precision=torch.finfo(factor.dtype).eps)
+        assert basis is not None
+        reciprocals = reciprocal_or_zero(values + wide_shift.unsqueeze(-1))
+        inverse = (basis * reciprocals.unsqueeze(-2)) @ basis.mT
+    return inverse.to(factor)
+
+
+def reciprocal_or_zero(values: Tensor) -> Tensor:
+    """1/x, and 0 where x is (all but) 0: the pseudo-inverse of a diagonal."""
+    counts = values > 4 * torch.finfo(torch.float32).tiny
+    return torch.where(counts, 1 / torch.where(counts, values, 1), 0)
+
+
+def eigendecompose(factor: Tensor, precision: float | None = None) -> tuple[Tensor, Tensor | None]:
+    """Eigenvalues (groups, n) and basis (groups, n, n); no basis for a diagonal.
+
+    Eigenvalues that are nothing but rounding errors at the given precision are returned as zero.
+    """
+    if is_diagonal(factor):
+        return factor, None
+    # Lifted by its mean eigenvalue: float32 eigh of a rank-deficient matrix can be tens of times
+    # slower, or fail to converge.
+    lift = mean_eigenvalue(factor)
+    lifted = add_to_diagonal(factor, lift)
+    try:
+        values, basis = torch.linalg.eigh(lifted)
+    except RuntimeError:  # torch.linalg.LinAlgError
+        wide = torch.linalg.eigh(lifted.to("cpu", torch.float64))
+        values, basis = (part.to(factor) for part in wide)
+    values = values - lift.unsqueeze(-1)
+    rounding = factor.shape[-1] * (precision or torch.finfo(factor.dtype).eps)
+    noise = values.amax(-1, keepdim=True) * rounding
+    return torch.where(values > noise, values, 0), basis

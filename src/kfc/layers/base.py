@@ -1,0 +1,120 @@
+"""What every handler of a layer type offers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+DEFAULT_MAX_FACTOR_SIZE = 8192
+
+
+class Moment(NamedTuple):
+    """A sum, and the weight by which to divide it for a mean."""
+
+    total: Tensor
+    weight: float
+
+    def plus(self, other: Moment) -> Moment:
+        return Moment(self.total + other.total, self.weight + other.weight)
+
+    def mean(self) -> Tensor:
+        return self.total / self.weight
+
+
+class Inverse(Protocol):
+    """A damped block's inverse; the tensors are its whole state."""
+
+    tensors: dict[str, Tensor]
+
+    def apply(self, gradient: Tensor) -> Tensor: ...
+
+
+class Statistics(ABC):
+    """The statistics of one layer, gathered over the calls of one forward pass."""
+
+    @abstractmethod
+    def forward(self, inputs: Tensor) -> Any:
+        """Take in the inputs of a call; return what ``backward`` needs of them."""
+
+    @abstractmethod
+    def backward(self, kept: Any, derivatives: Tensor, examples: int) -> None:
+        """Take in the derivatives with respect to the output of a call."""
+
+    @abstractmethod
+    def end_draw(self) -> None:
+        """Every call has had its derivatives for one draw (or one exact column) of the targets."""
+
+    @abstractmethod
+    def moments(self, examples: int) -> tuple[Moment, ...]:
+        """What was gathered for a batch of that many examples; empty if no derivatives came.
+
+        The last moment is the one made of derivatives, and quadratic in them.
+        """
+
+
+class Handler(ABC):
+    """One layer: a module, or several of the same configuration tied to the same parameters.
+
+    A handler knows the layer's form and holds no statistics. ``running`` in its methods is the
+    tuple of running averages that the moments of its statistics feed.
+    """
+
+    treatment: ClassVar[str] = ""
+    #: The parameters a handler covers, in the order of the block's coordinates.
+    roles: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = [module]
+        self.max_factor_size = DEFAULT_MAX_FACTOR_SIZE
+
+    @property
+    def module(self) -> nn.Module:
+        return self.modules[0]
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return cast(nn.Parameter, self.module._parameters["weight"])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What statistics and inverses are kept in: float32 at least."""
+        return torch.promote_types(self.weight.dtype, torch.float32)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that are not frozen, by role, in the order of ``roles``."""
+        parameters = {role: self.module._parameters.get(role) for role in self.roles}
+        return {r: p for r, p in parameters.items() if p is not None and p.requires_grad}
+
+    @abstractmethod
+    def statistics(self) -> Statistics:
+        """A new, empty gathering."""
+
+    @abstractmethod
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the running averages, for the parameters trained now."""
+
+    @abstractmethod
+    def invert(self, running: tuple[Tensor, ...], damping: float, kind: str) -> Inverse:
+        """The inverse of the block, damped by δ = λ + γ."""
+
+    @abstractmethod
+    def restore_inverse(self, tensors: Mapping[str, Tensor], kind: str) -> Inverse:
+        """An inverse from its tensors, as a checkpoint holds them."""
+
+    @abstractmethod
+    def natural_gradient(
+        self, inverse: Inverse, gradients: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The inverse times the gradients of the trained parameters, by role."""
+
+    def note(self) -> str:
+        """What ``describe`` should say beyond the treatment's name."""
+        return ""
+
+    def summary(self, running: tuple[Tensor, ...]) -> dict[str, Any]:
+        """Numbers for ``diagnostics``."""
+        return {}

@@ -1,0 +1,270 @@
+"""Layers whose Fisher block is a Kronecker product: linear layers and convolutions."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from kfc.kronecker import INVERSES, Factors, KroneckerInverse, factor_balance, trace
+from kfc.layers.base import Handler, Inverse, Moment, Statistics
+from kfc.patches import Window, row_moment, window_moment
+
+
+class KroneckerHandler(Handler):
+    """A layer that multiplies rows of its input by one matrix (bias, weight), I x (1 + J|D|).
+
+    Subclasses say how inputs, derivatives and the weight become rows and matrices, each with a
+    leading dimension for groups (1 for most layers). The bias and its homogeneous coordinate,
+    diagonals for wide factors, ties and frozen parts are taken care of here.
+    """
+
+    treatment = "Kronecker factors"
+    roles = ("bias", "weight")
+
+    @property
+    def groups(self) -> int:
+        return 1
+
+    @abstractmethod
+    def activation_moment(self, inputs: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+        """Σ rowᵀ row, (groups, n, n), over what each output location sees, (groups, rows, n).
+
+        ``homogeneous`` rows begin with a 1; of a ``diagonal`` only (groups, n) is wanted.
+        ``kfc.patches.row_moment`` does both.
+        """
+
+    @abstractmethod
+    def derivative_rows(self, derivatives: Tensor) -> Tensor:
+        """(groups, rows, I): the derivatives with respect to each output location."""
+
+    @abstractmethod
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        """(groups, I, J|D|)"""
+
+    @abstractmethod
+    def weight_from_matrix(self, matrix: Tensor) -> Tensor:
+        """The reverse of ``weight_to_matrix``."""
+
+    def statistics(self) -> Statistics:
+        return _KroneckerStatistics(self)
+
+    def sizes(self) -> tuple[int, int]:
+        """(n, m): how wide Ω and Γ are for the parameters trained now."""
+        _, rows, columns = self.weight_to_matrix(self.weight).shape
+        trained = self.trained()
+        return ("bias" in trained) + ("weight" in trained) * columns, rows
+
+    def are_wide(self) -> tuple[bool, bool]:
+        """Whether Ω and Γ are kept as diagonals."""
+        activation, derivative = self.sizes()
+        return activation > self.max_factor_size, derivative > self.max_factor_size
+
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            (self.groups, size) if wide else (self.groups, size, size)
+            for size, wide in zip(self.sizes(), self.are_wide(), strict=True)
+        )
+
+    def note(self) -> str:
+        names = ("activation", "derivative")
+        wide = [name for name, is_wide in zip(names, self.are_wide(), strict=True) if is_wide]
+        if not wide:
+            return ""
+        return f"{' and '.join(wide)} factor wider than {self.max_factor_size}: diagonal only"
+
+    def summary(self, running: tuple[Tensor, ...]) -> dict[str, Any]:
+        factors = Factors(*running)
+        names = ("pi", "activation_trace", "derivative_trace")
+        values = (factor_balance(factors), *map(trace, factors))
+        return {
+            name: value.item() if value.numel() == 1 else value.tolist()
+            for name, value in zip(names, values, strict=True)
+        }
+
+    def invert(self, running: tuple[Tensor, ...], damping: float, kind: str) -> Inverse:
+        return INVERSES[kind].of(Factors(*running), damping)
+
+    def restore_inverse(self, tensors: Mapping[str, Tensor], kind: str) -> KroneckerInverse:
+        return INVERSES[kind](tensors)
+
+    def natural_gradient(
+        self, inverse: Inverse, gradients: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Γ_damped⁻¹ V Ω_damped⁻¹ (eqn 10) with V = (bias, weight)."""
+        parts = []
+        if "bias" in gradients:
+            parts.append(gradients["bias"].reshape(self.groups, -1, 1))
+        if "weight" in gradients:
+            parts.append(self.weight_to_matrix(gradients["weight"]))
+        solution = inverse.apply(torch.cat(parts, dim=2) if len(parts) > 1 else parts[0])
+        result = {}
+        if "bias" in gradients:
+            result["bias"] = solution[:, :, 0].reshape(-1)
+            solution = solution[:, :, 1:]
+        if "weight" in gradients:
+            result["weight"] = self.weight_from_matrix(solution)
+        return result
+
+
+class _KroneckerStatistics(Statistics):
+    """Ω: sum over rows, mean over examples. Γ: mean over rows (Theorem 2, eqn 23)."""
+
+    def __init__(self, handler: KroneckerHandler) -> None:
+        self.handler = handler
+        self.trained = handler.trained()
+        self.wide_activation, self.wide_derivative = handler.are_wide()
+        self.activation: Tensor | None = None
+        self.derivative: Tensor | None = None
+        self.rows = 0
+        self.rows_counted = False
+
+    def forward(self, inputs: Tensor) -> None:
+        if "weight" not in self.trained:
+            return
+        moment = self.handler.activation_moment(
+            inputs.detach().to(self.handler.dtype),
+            homogeneous="bias" in self.trained,
+            diagonal=self.wide_activation,
+        )
+        self.activation = moment if self.activation is None else self.activation.add_(moment)
+
+    def backward(self, kept: None, derivatives: Tensor, examples: int) -> None:
+        rows = self.handler.derivative_rows(derivatives.detach().to(self.handler.dtype))
+        moment = row_moment(rows, homogeneous=False, diagonal=self.wide_derivative)
+        self.derivative = moment if self.derivative is None else self.derivative.add_(moment)
+        if not self.rows_counted:
+            self.rows += rows.shape[1]
+
+    def end_draw(self) -> None:
+        self.rows_counted = True
+
+    def moments(self, examples: int) -> tuple[Moment, ...]:
+        if self.derivative is None:
+            return ()
+        activation = self.activation
+        if activation is None:
+            # The bias alone is trained: the row of every location is just the leading 1.
+            activation = self.derivative.new_full((self.handler.groups, 1, 1), self.rows)
+        return Moment(activation, examples), Moment(self.derivative, self.rows)
+
+
+class LinearHandler(KroneckerHandler):
+    """``nn.Linear``: all dimensions between the first and the last count as locations."""
+
+    def activation_moment(self, inputs: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+        rows = inputs.reshape(1, -1, inputs.shape[-1])
+        return row_moment(rows, homogeneous=homogeneous, diagonal=diagonal)
+
+    def derivative_rows(self, derivatives: Tensor) -> Tensor:
+        return derivatives.reshape(1, -1, derivatives.shape[-1])
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        return weight.unsqueeze(0)
+
+    def weight_from_matrix(self, matrix: Tensor) -> Tensor:
+        return matrix.squeeze(0)
+
+
+class ConvolutionHandler(KroneckerHandler):
+    """``nn.Conv1d/2d/3d``: a row is a patch of the input; one pair of factors per group."""
+
+    module: _ConvNd
+
+    @property
+    def groups(self) -> int:
+        return self.module.groups
+
+    @property
+    def dims(self) -> int:
+        return len(self.module.kernel_size)
+
+    def window(self) -> Window:
+        conv = self.module
+        return Window.of(
+            self.dims,
+            conv.kernel_size,
+            conv.stride,
+            conv.padding,
+            conv.dilation,
+            conv.groups,
+            conv.padding_mode,
+        )
+
+    def activation_moment(self, inputs: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+        maps = self.with_batch(inputs)
+        return window_moment(maps, self.window(), homogeneous=homogeneous, diagonal=diagonal)
+
+    def derivative_rows(self, derivatives: Tensor) -> Tensor:
+        # (M, groups · I, *T) -> (groups, M · |T|, I)
+        maps = self.with_batch(derivatives)
+        by_group = maps.reshape(len(maps), self.groups, maps.shape[1] // self.groups, -1)
+        return by_group.permute(1, 0, 3, 2).flatten(1, 2)
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        return weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
+
+    def weight_from_matrix(self, matrix: Tensor) -> Tensor:
+        return matrix.reshape(self.weight.shape)
+
+    def with_batch(self, maps: Tensor) -> Tensor:
+        """Convolutions also take a single example without its batch dimension."""
+        return maps if maps.dim() == self.dims + 2 else maps.unsqueeze(0)
+
+
+class TransposedConvolutionHandler(ConvolutionHandler):
+    """``nn.ConvTranspose1d/2d/3d``: a convolution over the input with zeros stuffed in between.
+
+    Row i of the matrix is (bias_i, weight[:, i].flatten()); locations are output locations.
+    """
+
+    module: _ConvTransposeNd
+
+    def window(self) -> Window:
+        conv = self.module
+        ones = (1,) * self.dims
+        none = ((0, 0),) * self.dims
+        return Window(conv.kernel_size, ones, none, conv.dilation, conv.groups)
+
+    def activation_moment(self, inputs: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+        stuffed = self.stuff(self.with_batch(inputs))
+        total = super().activation_moment(stuffed, homogeneous=homogeneous, diagonal=diagonal)
+        # A transposed convolution reads its kernel backwards.
+        order = self._reversed_offsets(homogeneous, total.device)
+        return total[:, order] if diagonal else total[:, order][:, :, order]
+
+    def stuff(self, inputs: Tensor) -> Tensor:
+        """Zeros between the pixels, and as many around them as the kernel reaches the output."""
+        conv = self.module
+        sizes = [s * (n - 1) + 1 for n, s in zip(inputs.shape[2:], conv.stride, strict=True)]
+        stuffed = inputs.new_zeros(*inputs.shape[:2], *sizes)
+        everything = slice(None)
+        spaced = tuple(slice(None, None, stride) for stride in conv.stride)
+        place = (everything, everything, *spaced)
+        stuffed[place] = inputs
+        padding: list[int] = []
+        for axis in reversed(range(self.dims)):
+            reach = conv.dilation[axis] * (conv.kernel_size[axis] - 1) - int(conv.padding[axis])
+            padding += [reach, reach + conv.output_padding[axis]]
+        return F.pad(stuffed, padding)
+
+    def _reversed_offsets(self, homogeneous: bool, device: torch.device) -> Tensor:
+        maps = self.module.in_channels // self.groups
+        index = torch.arange(maps * self.weight[0, 0].numel(), device=device)
+        index = index.reshape(maps, -1).flip(1).flatten()
+        return F.pad(index + 1, (1, 0)) if homogeneous else index
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        # (groups · J, I, *D) -> (groups, I, J · |D|)
+        parts = weight.reshape(self.groups, -1, *weight.shape[1:])
+        return parts.transpose(1, 2).flatten(2)
+
+    def weight_from_matrix(self, matrix: Tensor) -> Tensor:
+        outputs, inputs = matrix.shape[1], self.module.in_channels // self.groups
+        parts = matrix.reshape(self.groups, outputs, inputs, *self.module.kernel_size)
+        return parts.transpose(1, 2).flatten(0, 1)

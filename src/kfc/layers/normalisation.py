@@ -1,0 +1,205 @@
+"""Normalisation layers: a small Fisher block per channel, over its scale and shift."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from kfc.kronecker import reciprocal_or_zero
+from kfc.layers.base import Handler, Inverse, Moment, Statistics
+
+
+class NormalisationHandler(Handler):
+    """output = scale · x_hat + shift, per channel; a block is the Fisher matrix of (scale, shift).
+
+    x_hat is computed anew from the input, not divided out of the output: the scale may be zero.
+    Blocks are (channels, 2, 2), or (channels, 1, 1) where only one of the two is trained.
+    """
+
+    treatment = "channel blocks"
+    roles: ClassVar[tuple[str, ...]] = ("weight", "bias")
+
+    @abstractmethod
+    def normalised(self, inputs: Tensor) -> Tensor:
+        """x_hat, shaped like the inputs."""
+
+    @abstractmethod
+    def channel_rows(self, values: Tensor) -> Tensor:
+        """Inputs or derivatives as (examples, locations, channels)."""
+
+    def statistics(self) -> Statistics:
+        return _NormalisationStatistics(self)
+
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        size = len(self.trained())
+        return ((self.weight.numel(), size, size),)
+
+    def summary(self, running: tuple[Tensor, ...]) -> dict[str, Any]:
+        return {"block_trace": running[0].diagonal(dim1=-2, dim2=-1).sum().item()}
+
+    def invert(self, running: tuple[Tensor, ...], damping: float, kind: str) -> Inverse:
+        return BlockInverse({"inverse": invert_blocks(running[0], damping)})
+
+    def restore_inverse(self, tensors: Mapping[str, Tensor], kind: str) -> Inverse:
+        return BlockInverse(tensors)
+
+    def natural_gradient(
+        self, inverse: Inverse, gradients: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        stacked = torch.stack([g.flatten() for g in gradients.values()], dim=-1)
+        solution = inverse.apply(stacked).unbind(-1)
+        return {
+            role: part.reshape(gradient.shape)
+            for (role, gradient), part in zip(gradients.items(), solution, strict=True)
+        }
+
+
+class _NormalisationStatistics(Statistics):
+    """Mean over examples of the outer product of (Σ_t Ds x_hat, Σ_t Ds), per channel."""
+
+    def __init__(self, handler: NormalisationHandler) -> None:
+        self.handler = handler
+        self.trained = handler.trained()
+        self.example_gradients: Tensor | None = None
+        self.total: Tensor | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.handler.normalised(inputs.detach().to(self.handler.dtype))
+
+    def backward(self, kept: Tensor, derivatives: Tensor, examples: int) -> None:
+        derivatives = derivatives.detach().to(self.handler.dtype)
+        by_role = {"weight": derivatives * kept, "bias": derivatives}
+        per_row = torch.stack(
+            [self.handler.channel_rows(by_role[role]).sum(1) for role in self.trained], dim=-1
+        )
+        if per_row.shape[0] % examples == 0:
+            # Frames folded into the batch are locations of their example.
+            per_row = per_row.reshape(examples, -1, *per_row.shape[1:]).sum(1)
+        if self.example_gradients is None:
+            self.example_gradients = per_row
+        else:
+            self.example_gradients = self.example_gradients + per_row
+
+    def end_draw(self) -> None:
+        if self.example_gradients is None:
+            return
+        by_channel = self.example_gradients.transpose(0, 1)  # (channels, examples, roles)
+        product = by_channel.mT @ by_channel
+        self.total = product if self.total is None else self.total.add_(product)
+        self.example_gradients = None
+
+    def moments(self, examples: int) -> tuple[Moment, ...]:
+        return () if self.total is None else (Moment(self.total, examples),)
+
+
+class BlockInverse:
+    """The inverses of small blocks, (channels, size, size)."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = dict(tensors)
+
+    def apply(self, gradient: Tensor) -> Tensor:
+        """(channels, size) -> (channels, size)"""
+        return (self.tensors["inverse"] * gradient.unsqueeze(-2)).sum(-1)
+
+
+def invert_blocks(blocks: Tensor, damping: float) -> Tensor:
+    """(blocks + δ I)⁻¹ for positive semi-definite blocks of size 1 or 2, in closed form.
+
+    By the Schur complement δ + (c - b²/(a + δ)), whose second part cannot be negative: so the
+    result is as accurate as the block even where the determinant cancels in float32.
+    """
+    first = blocks[:, 0, 0] + damping
+    if blocks.shape[-1] == 1:
+        return reciprocal_or_zero(first).reshape(blocks.shape)
+    coupling = blocks[:, 0, 1] * reciprocal_or_zero(first)
+    excess = blocks[:, 1, 1] - blocks[:, 0, 1] * coupling
+    rounding = 4 * torch.finfo(blocks.dtype).eps * blocks[:, 1, 1]
+    schur = reciprocal_or_zero(torch.where(excess > rounding, excess, 0) + damping)
+    off_diagonal = -coupling * schur
+    corner = reciprocal_or_zero(first) - coupling * off_diagonal
+    rows = (corner, off_diagonal, off_diagonal, schur)
+    return torch.stack(rows, dim=-1).reshape(blocks.shape)
+
+
+class _ChannelSecond(NormalisationHandler):
+    """Layers whose channels are dimension 1: (M, C, *map)."""
+
+    def channel_rows(self, values: Tensor) -> Tensor:
+        return values.flatten(2).transpose(1, 2) if values.dim() > 2 else values.unsqueeze(1)
+
+
+class BatchNormHandler(_ChannelSecond):
+    """``nn.BatchNorm*d`` and ``nn.SyncBatchNorm``, with batch or running statistics."""
+
+    module: _BatchNorm
+
+    def normalised(self, inputs: Tensor) -> Tensor:
+        norm = self.module
+        uses_batch = norm.training or norm.running_mean is None
+        mean, variance = (None, None) if uses_batch else (norm.running_mean, norm.running_var)
+        mean, variance = (None if s is None else s.to(inputs.dtype) for s in (mean, variance))
+        return F.batch_norm(inputs, mean, variance, training=uses_batch, eps=norm.eps)
+
+
+class InstanceNormHandler(_ChannelSecond):
+    """``nn.InstanceNorm*d``; a single example may come without its batch dimension."""
+
+    module: _InstanceNorm
+
+    def normalised(self, inputs: Tensor) -> Tensor:
+        norm = self.module
+        batch = self._with_batch(inputs)
+        uses_input = norm.training or not norm.track_running_stats
+        mean, variance = (None, None) if uses_input else (norm.running_mean, norm.running_var)
+        mean, variance = (None if s is None else s.to(inputs.dtype) for s in (mean, variance))
+        x_hat = F.instance_norm(batch, mean, variance, use_input_stats=uses_input, eps=norm.eps)
+        return x_hat.reshape(inputs.shape)
+
+    def channel_rows(self, values: Tensor) -> Tensor:
+        return super().channel_rows(self._with_batch(values))
+
+    def _with_batch(self, values: Tensor) -> Tensor:
+        unbatched = self.module._get_no_batch_dim()  # type: ignore[no-untyped-call]
+        return values.unsqueeze(0) if values.dim() == unbatched else values
+
+
+class GroupNormHandler(_ChannelSecond):
+    """``nn.GroupNorm``"""
+
+    module: nn.GroupNorm
+
+    def normalised(self, inputs: Tensor) -> Tensor:
+        return F.group_norm(inputs, self.module.num_groups, eps=self.module.eps)
+
+
+class LayerNormHandler(NormalisationHandler):
+    """``nn.LayerNorm``: every element of ``normalized_shape`` is a channel."""
+
+    module: nn.LayerNorm
+
+    def normalised(self, inputs: Tensor) -> Tensor:
+        return F.layer_norm(inputs, self.module.normalized_shape, eps=self.module.eps)
+
+    def channel_rows(self, values: Tensor) -> Tensor:
+        channels = self.weight.numel()
+        if values.numel() == channels:
+            return values.reshape(1, 1, channels)
+        return values.reshape(values.shape[0], -1, channels)
+
+
+class RMSNormHandler(LayerNormHandler):
+    """``nn.RMSNorm``: a scale and no shift."""
+
+    module: nn.RMSNorm  # type: ignore[assignment]
+    roles: ClassVar[tuple[str, ...]] = ("weight",)
+
+    def normalised(self, inputs: Tensor) -> Tensor:
+        return F.rms_norm(inputs, list(self.module.normalized_shape), eps=self.module.eps)

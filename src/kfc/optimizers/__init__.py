@@ -1,0 +1,5 @@
+"""Optimizers built on the curvature."""
+
+from kfc.optimizers.kfc import KFC
+
+__all__ = ["KFC"]

@@ -1,0 +1,48 @@
+"""The averaged iterate: an exponential moving average of the parameters (Algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Under which name a parameter's average is kept in the optimizer's state.
+KEY = "average"
+
+State = MutableMapping[Tensor, dict[str, Any]]
+
+
+def start_averages(parameters: Iterable[nn.Parameter], state: State) -> None:
+    """Averages begin at θ₀, in float32 at least: small steps must not be rounded away."""
+    for parameter in parameters:
+        if KEY not in state[parameter]:
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            state[parameter][KEY] = parameter.detach().to(wide, copy=True)
+
+
+def update_averages(parameters: Iterable[nn.Parameter], state: State, timescale: float) -> None:
+    """average ← ζ average + (1 - ζ) θ with ζ = exp(-1/τ), τ in updates."""
+    parameters = list(parameters)
+    averages = [state[parameter][KEY] for parameter in parameters]
+    current = [p.detach().to(a.dtype) for p, a in zip(parameters, averages, strict=True)]
+    if averages:
+        torch._foreach_lerp_(averages, current, -math.expm1(-1 / timescale))
+
+
+@contextmanager
+def swapped_in(parameters: Iterable[nn.Parameter], state: State) -> Iterator[None]:
+    """Let the parameters hold their averages; they get their own values back, come what may."""
+    kept = [(p, p.detach().clone()) for p in parameters if KEY in state.get(p, {})]
+    try:
+        with torch.no_grad():
+            for parameter, _ in kept:
+                parameter.copy_(state[parameter][KEY])
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, own in kept:
+                parameter.copy_(own)

@@ -1,0 +1,210 @@
+"""What the optimizers share: the curvature, param groups, averaging, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from kfc.checks import raise_differences, require_keys, require_number
+from kfc.kronecker import Factors
+from kfc.optimizers.averaging import swapped_in
+from kfc.preconditioner import Preconditioner
+
+
+class CurvatureOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` over all parameters of one model, and the model's curvature.
+
+    Args:
+        preconditioner: the curvature; closed if anything here fails.
+        param_groups: as :func:`kfc.optimizers.groups.build_groups` makes them.
+    """
+
+    # GradScaler then leaves scaled gradients and overflows to step(), which has to know of both.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        preconditioner: Preconditioner,
+        param_groups: list[dict[str, Any]],
+        defaults: dict[str, Any],
+        averaging_timescale: float | None,
+    ) -> None:
+        if averaging_timescale is not None:
+            require_number("averaging_timescale", averaging_timescale, positive=True)
+        self.preconditioner = preconditioner
+        self.averaging_timescale = averaging_timescale
+        self._averaging = False
+        self._complete = False
+        super().__init__(param_groups, defaults)
+        self._complete = True
+        self._names = {parameter: name for name, parameter in self.model.named_parameters()}
+
+    @property
+    def model(self) -> nn.Module:
+        return self.preconditioner.model
+
+    # The curvature, as the user sees it
+
+    @property
+    def factors(self) -> dict[str, Factors]:
+        """See :attr:`kfc.Preconditioner.factors`."""
+        return self.preconditioner.factors
+
+    @property
+    def blocks(self) -> dict[str, Tensor]:
+        """See :attr:`kfc.Preconditioner.blocks`."""
+        return self.preconditioner.blocks
+
+    @property
+    def diagnostics(self) -> dict[str, Any]:
+        """What the last steps did: counters, seconds by part, numbers for every layer."""
+        return self.preconditioner.diagnostics
+
+    def estimate_factors(
+        self, batches: Iterable[Any], progress: Callable[[int, int | None], None] | None = None
+    ) -> None:
+        """See :meth:`kfc.Preconditioner.estimate_factors`."""
+        self.preconditioner.estimate_factors(batches, progress)
+
+    def describe(self) -> str:
+        """Print, and return, how every parameter is treated, and why."""
+        return self.preconditioner.describe()
+
+    def close(self) -> None:
+        """Remove every hook from the model. The optimizer cannot step any more."""
+        self.preconditioner.close()
+
+    # Parameters and gradients
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """By name; parameters that are frozen or have no gradient are left alone."""
+        gradients = {self._names[p]: p.grad for p in self._trained() if p.grad is not None}
+        for name, gradient in gradients.items():
+            if gradient.layout != torch.strided:
+                raise ValueError(
+                    f"the gradient of {name!r} is sparse; build its layer with sparse=False"
+                )
+        return gradients
+
+    def _by_group(
+        self, names: Mapping[str, Tensor]
+    ) -> Iterator[tuple[dict[str, Any], list[Tensor], list[str]]]:
+        """(group, its parameters among the names, their names)"""
+        for group in self.param_groups:
+            members = [p for p in group["params"] if self._names[p] in names]
+            if members:
+                yield group, members, [self._names[p] for p in members]
+
+    def _layer_damping(self, layer: str) -> float:
+        """δ = λ + γ of the group of the layer's weight."""
+        weight = self.preconditioner.plan.handlers[layer].weight
+        group = next(g for g in self.param_groups if any(p is weight for p in g["params"]))
+        return float(group["weight_decay"]) + float(group["damping"])
+
+    def _unscale(self) -> float | None:
+        """What ``torch.amp.GradScaler`` multiplied the loss by; ``None`` if it overflowed.
+
+        The gradients are divided by it, unless the user has had that done already.
+        """
+        overflowed = getattr(self, "found_inf", None)
+        if overflowed is None:
+            return 1.0
+        if overflowed.item():
+            self.preconditioner.skip_step(quietly=True)
+            return None
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            gradients = [p.grad for p in self._trained() if p.grad is not None]
+            torch._foreach_div_(gradients, float(scale))
+            return float(scale)
+        if self.preconditioner.fisher == "empirical":
+            raise RuntimeError(
+                'fisher="empirical" has to know the loss scale, which GradScaler.unscale_() hides; '
+                'do not call it, or use fisher="sampled"'
+            )
+        return 1.0
+
+    # Averaged parameters
+
+    @contextmanager
+    def averaged_parameters(self) -> Iterator[None]:
+        """Let the model hold the averaged parameters, for evaluation; may be nested."""
+        if self.averaging_timescale is None:
+            raise RuntimeError(
+                "no averages are kept: pass averaging_timescale=, for instance the number of "
+                "mini-batches in the data set"
+            )
+        if self._averaging:
+            yield
+            return
+        self._averaging = True
+        try:
+            with swapped_in(self._trained(), self.state):
+                yield
+        finally:
+            self._averaging = False
+
+    # torch.optim.Optimizer
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: parameters belong to layers, which are found when the optimizer is made."""
+        if self._complete:
+            raise RuntimeError(
+                f"{type(self).__name__} covers all parameters of its model already: set options "
+                "with groups=, or change optimizer.param_groups; for new layers make a new one"
+            )
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} hangs on its model's hooks and cannot be copied or pickled; "
+            "save its state_dict()"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs to go on bit for bit; call it between steps.
+
+        Loadable with ``torch.load(..., weights_only=True)``. The model's own state dict and, if
+        you use them, the scheduler's and the global random state are saved separately.
+        """
+        return {
+            **super().state_dict(),
+            "parameters": self._parameter_shapes(),
+            "preconditioner": self.preconditioner.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a state dict; one that does not fit changes nothing."""
+        self._check_state(state_dict)
+        self.preconditioner.check_state(state_dict["preconditioner"])
+        super().load_state_dict(
+            {"state": state_dict["state"], "param_groups": state_dict["param_groups"]}
+        )
+        self._restore_exactly(state_dict)
+        self.preconditioner.load_state_dict(state_dict["preconditioner"])
+
+    def _check_state(self, state_dict: Mapping[str, Any]) -> None:
+        require_keys("optimizer state", state_dict, self.state_dict())
+        raise_differences("parameters", state_dict["parameters"], self._parameter_shapes())
+        saved, own = (
+            {f"group {i}": list(group["param_names"]) for i, group in enumerate(groups)}
+            for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        raise_differences("param groups", saved, own)
+
+    def _parameter_shapes(self) -> dict[str, list[int]]:
+        return {name: list(parameter.shape) for parameter, name in self._names.items()}
+
+    def _restore_exactly(self, state_dict: Mapping[str, Any]) -> None:
+        # torch casts state to the parameters' dtype; averages may be wider.
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, key in zip(group["params"], saved["params"], strict=True):
+                for name, value in state_dict["state"].get(key, {}).items():
+                    self.state[parameter][name] = value.to(parameter.device, copy=True)

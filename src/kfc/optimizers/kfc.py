@@ -1,0 +1,292 @@
+"""Algorithm 1: KFC as a preconditioner for stochastic gradient descent ("KFC-pre")."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
+
+from kfc.capture import ModelCall
+from kfc.checks import require_number
+from kfc.fisher import Output, quadratic_form_of_call
+from kfc.layers.base import DEFAULT_MAX_FACTOR_SIZE
+from kfc.likelihoods import Likelihood
+from kfc.optimizers.averaging import start_averages, update_averages
+from kfc.optimizers.base import CurvatureOptimizer
+from kfc.optimizers.clipping import FisherClip
+from kfc.optimizers.groups import build_groups, require_hyper_parameters
+from kfc.periods import Period, require_period
+from kfc.preconditioner import (
+    DEFAULT_INVERSE_PERIOD,
+    DEFAULT_STATISTICS_PERIOD,
+    FisherKind,
+    InverseKind,
+    Preconditioner,
+)
+
+
+class KFC(CurvatureOptimizer):
+    """Natural gradient descent with Kronecker Factors for Convolution, as a drop-in optimizer.
+
+    >>> optimizer = kfc.KFC(model, lr=3e-3)
+    >>> for images, labels in loader:
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(images), labels).backward()
+    ...     optimizer.step()
+
+    Args:
+        model: the network; its layers are found by type (see :meth:`describe`).
+        lr: α, the learning rate.
+        momentum: μ.
+        weight_decay: λ, the coefficient of ½‖θ‖² in the objective; it enters the gradient and the
+            damping.
+        damping: γ, added to λ in the damping √(λ + γ) of the factors.
+        statistics_period, inverse_period: T_s and T_f, in steps: a number, or by default a
+            :class:`kfc.Stretch`, which begins at 1 and grows as the curvature settles.
+        factor_decay: ξ, the weight of the old value in the factors' moving averages.
+        fisher_clip: C; an update v with ν = vᵀFv + λvᵀv > C, F exact, is divided by √(ν/C).
+            ``None``: no clipping.
+        clip_fraction: the part of the batch on which ν is computed.
+        clip_period: compute ν every so many steps; by default whenever it may exceed C.
+        averaging_timescale: τ, in updates, of the averaged parameters; ``None``: no averaging. The
+            paper takes the number of mini-batches in the data set.
+        fallback_lr: the learning rate of parameters with the plain gradient; by default ``lr``.
+        max_factor_size: factors wider than this keep their diagonal only.
+        groups: options by name, ``{"prefix": "conv1", "lr": 1e-3}`` or ``{"prefix": "*.bias",
+            "weight_decay": 0.0}``; a prefix is the name of a module or parameter, a pattern, or a
+            list of them. The first that fits a parameter counts.
+        likelihood, fisher, inverse, output, seed: see :class:`kfc.Preconditioner`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 3e-3,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        damping: float = 1e-3,
+        statistics_period: Period = DEFAULT_STATISTICS_PERIOD,
+        inverse_period: Period = DEFAULT_INVERSE_PERIOD,
+        factor_decay: float = 0.95,
+        fisher_clip: float | None = 0.3,
+        clip_fraction: float = 0.25,
+        clip_period: int | None = None,
+        averaging_timescale: float | None = None,
+        fallback_lr: float | None = None,
+        max_factor_size: int = DEFAULT_MAX_FACTOR_SIZE,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        likelihood: str | Likelihood = "categorical",
+        fisher: FisherKind = "sampled",
+        inverse: InverseKind = "factored",
+        output: Output | None = None,
+        seed: int | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "damping": damping,
+        }
+        require_hyper_parameters(defaults)
+        if fallback_lr is not None:
+            require_number("fallback_lr", fallback_lr)
+        if fisher_clip is not None:
+            require_number("fisher_clip", fisher_clip, positive=True)
+        if clip_period is not None:
+            require_period("clip_period", clip_period)
+        if clip_fraction != 1:
+            require_number("clip_fraction", clip_fraction, below=1, positive=True)
+        preconditioner = Preconditioner(
+            model,
+            statistics_period=statistics_period,
+            inverse_period=inverse_period,
+            factor_decay=factor_decay,
+            max_factor_size=max_factor_size,
+            likelihood=likelihood,
+            fisher=fisher,
+            inverse=inverse,
+            output=output,
+            seed=seed,
+        )
+        try:
+            param_groups = build_groups(model, preconditioner.plan, groups, defaults, fallback_lr)
+            super().__init__(preconditioner, param_groups, defaults, averaging_timescale)
+        except BaseException:
+            preconditioner.close()
+            raise
+        self.clip_fraction = clip_fraction
+        self._clip = None if fisher_clip is None else FisherClip(fisher_clip, clip_period)
+        self._output = output
+
+    # Algorithm 1
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update.
+
+        Args:
+            closure: evaluates the model anew and returns the loss, after its backward.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._averaging:
+            raise RuntimeError("step() inside averaged_parameters() would move the averages")
+        loss_scale = self._unscale()
+        if loss_scale is not None:
+            self._update(loss_scale)
+        return loss
+
+    def _update(self, loss_scale: float) -> None:
+        gradients = self._gradients()
+        if not self.preconditioner.begin_step(gradients, self._layer_damping, loss_scale):
+            return
+        objective = self._with_weight_decay(gradients)
+        update = self._times_rate(self.preconditioner.natural_gradient(objective))
+        if not self._shorten(update, objective):
+            self.preconditioner.skip_step()
+            return
+        with self.preconditioner.timed("update"):
+            self._move(update)
+        self.preconditioner.end_step()
+
+    def _with_weight_decay(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """∇h: the gradient of the loss plus λθ."""
+        result = dict(gradients)
+        for group, parameters, names in self._by_group(gradients):
+            if group["weight_decay"]:
+                values = [gradients[name] for name in names]
+                decayed = torch._foreach_add(values, parameters, alpha=group["weight_decay"])
+                result.update(zip(names, decayed, strict=True))
+        return result
+
+    def _times_rate(self, natural: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """v = -α F̂⁻¹ ∇h"""
+        update: dict[str, Tensor] = {}
+        for group, _, names in self._by_group(natural):
+            scaled = torch._foreach_mul([natural[name] for name in names], -float(group["lr"]))
+            update.update(zip(names, scaled, strict=True))
+        return update
+
+    def _move(self, update: Mapping[str, Tensor]) -> None:
+        """Momentum, parameters, averages."""
+        trained = self._trained()
+        if self.averaging_timescale is not None:
+            start_averages(trained, self.state)
+        for group, parameters, names in self._by_group(update):
+            steps: list[Tensor] = [update[name] for name in names]
+            if group["momentum"]:
+                steps = self._with_momentum(parameters, steps, group["momentum"])
+            torch._foreach_add_(parameters, steps)
+        if self.averaging_timescale is not None:
+            update_averages(trained, self.state, self.averaging_timescale)
+
+    def _with_momentum(
+        self, parameters: list[Tensor], update: list[Tensor], momentum: float
+    ) -> list[Tensor]:
+        """m ← μ m + v, in place"""
+        for parameter in parameters:
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, update)
+        return buffers
+
+    # Clipping
+
+    def _shorten(self, update: dict[str, Tensor], objective: Mapping[str, Tensor]) -> bool:
+        """Clip the update in place; False if its norm is not finite."""
+        if self._clip is None or not update:
+            return True
+        with self.preconditioner.timed("clip"):
+            estimate = self._estimated_norm(update, objective)
+            factor = self._clip.shorten(estimate, lambda: self._fisher_norm(update))
+            if factor < 1:
+                torch._foreach_mul_(list(update.values()), factor)
+        return not math.isnan(factor)
+
+    def _estimated_norm(
+        self, update: Mapping[str, Tensor], objective: Mapping[str, Tensor]
+    ) -> float:
+        """vᵀ F̂ v = α² ∇hᵀ F̂⁻¹ ∇h"""
+        products = [
+            -float(group["lr"]) * torch.dot(update[name].flatten(), objective[name].flatten())
+            for group, _, names in self._by_group(update)
+            for name in names
+        ]
+        return float(torch.stack([product.to(products[0]) for product in products]).sum())
+
+    def _fisher_norm(self, update: Mapping[str, Tensor]) -> float:
+        """ν = vᵀ F v + λ vᵀ v, with the exact F on the first examples of the last batch."""
+        call = self.preconditioner.last_call
+        if call is None:
+            raise RuntimeError(
+                "step() without a forward pass in training mode since the last one: the clip "
+                "needs the batch; run the model first, or set fisher_clip=None"
+            )
+        norm = quadratic_form_of_call(
+            self.model,
+            first_examples(call, self.preconditioner.last_examples, self._clip_examples()),
+            update,
+            self.preconditioner.likelihood,
+            self._output,
+        )
+        for group, _, names in self._by_group(update):
+            if group["weight_decay"]:
+                squares = [update[name].square().sum() for name in names]
+                norm = norm + float(group["weight_decay"]) * torch.stack(squares).sum()
+        return float(norm)
+
+    def _clip_examples(self) -> int:
+        examples = self.preconditioner.last_examples
+        wanted = math.ceil(examples * self.clip_fraction)
+        # Batch normalisation has no statistics of a single example.
+        normalised = any(isinstance(m, _BatchNorm) and m.training for m in self.model.modules())
+        return min(examples, max(wanted, 2 if normalised else 1))
+
+    @property
+    def diagnostics(self) -> dict[str, Any]:
+        """What the last steps did.
+
+        ``step``, ``skipped_steps``; ``fisher_norm`` ν when last evaluated, ``clip_factor`` of the
+        last update, ``clip_evaluations``; ``seconds`` by part, of the last time it was done, as the
+        host sees them; ``layers``: pi, damping and factor traces by layer.
+        """
+        clip = self._clip
+        return {
+            **super().diagnostics,
+            "fisher_norm": None if clip is None else clip.norm,
+            "clip_factor": 1.0 if clip is None else clip.factor,
+            "clip_evaluations": 0 if clip is None else clip.evaluations,
+        }
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "clip": None if self._clip is None else self._clip.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self._clip is not None and state_dict["clip"] is not None:
+            self._clip.load_state_dict(state_dict["clip"])
+
+
+def first_examples(call: ModelCall, examples: int, count: int) -> ModelCall:
+    """The call with every tensor argument of that many examples cut down to the first few."""
+
+    def cut(value: Any) -> Any:
+        batched = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == examples
+        return value[:count].detach() if batched else value
+
+    return ModelCall(tree_map(cut, call.args), tree_map(cut, call.kwargs), call.autocast)

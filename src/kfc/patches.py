@@ -1,0 +1,190 @@
+"""Second moments of the patches a convolution sees.
+
+A patch is the receptive field of one output location, flattened in the order of
+``weight.reshape(out_channels, -1)``; a leading 1, the homogeneous coordinate, stands for the bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
+PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+
+# Patches are made for a few examples at a time, so that they never take more than this.
+CHUNK_ELEMENTS = 2**23
+
+
+@dataclass(frozen=True)
+class Window:
+    """The geometry of a convolution: how its receptive fields lie on the input.
+
+    Each tuple has one entry per spatial dimension; ``padding`` holds (before, after) pairs, which
+    may be negative (cropping).
+    """
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+    padding_mode: PaddingMode = "zeros"
+
+    @classmethod
+    def of(
+        cls,
+        dims: int,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        padding: int | str | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        padding_mode: str = "zeros",
+    ) -> Window:
+        """From arguments as ``torch.nn.Conv*d`` takes them."""
+        if padding_mode not in PADDING_MODES:
+            raise ValueError(f"padding_mode must be one of {PADDING_MODES}, got {padding_mode!r}")
+        kernel = _per_dimension(kernel_size, dims, "kernel_size")
+        spacing = _per_dimension(dilation, dims, "dilation")
+        pairs: tuple[tuple[int, int], ...]
+        if padding == "valid":
+            pairs = ((0, 0),) * dims
+        elif padding == "same":
+            overhang = [d * (k - 1) for k, d in zip(kernel, spacing, strict=True)]
+            pairs = tuple((total // 2, total - total // 2) for total in overhang)
+        elif isinstance(padding, str):
+            raise ValueError(
+                f'padding must be a number, a tuple, "same" or "valid", got {padding!r}'
+            )
+        else:
+            pairs = tuple((p, p) for p in _per_dimension(padding, dims, "padding"))
+        return cls(
+            kernel,
+            _per_dimension(stride, dims, "stride"),
+            pairs,
+            spacing,
+            groups,
+            padding_mode,  # type: ignore[arg-type]
+        )
+
+    @property
+    def dims(self) -> int:
+        return len(self.kernel_size)
+
+    def pad(self, inputs: Tensor) -> Tensor:
+        """The inputs with their border made explicit."""
+        if all(pair == (0, 0) for pair in self.padding):
+            return inputs
+        # torch lists the last dimension's padding first.
+        flat = [amount for pair in reversed(self.padding) for amount in pair]
+        if self.padding_mode == "zeros":
+            return F.pad(inputs, flat)
+        return F.pad(inputs, flat, mode=self.padding_mode)
+
+
+def second_moment(
+    inputs: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] = 1,
+    padding: int | str | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    bias: bool = True,
+    padding_mode: str = "zeros",
+) -> Tensor:
+    """Ω, the activation factor of a convolution (eqn 23): Σ over locations, mean over examples.
+
+    Args:
+        inputs: (M, J, *map) with one to three spatial dimensions.
+        kernel_size, stride, padding, dilation, groups, padding_mode: as in ``torch.nn.Conv*d``.
+        bias: whether patches carry the homogeneous coordinate, first.
+
+    Returns:
+        (n, n), or (groups, n, n) if there are several, with n = bias + J/groups · ∏ kernel_size;
+        in float32 at least.
+    """
+    if not 3 <= inputs.dim() <= 5:
+        raise ValueError(
+            f"inputs must be (examples, channels, *map) with 1 to 3 spatial dimensions, got shape "
+            f"{tuple(inputs.shape)}"
+        )
+    window = Window.of(
+        inputs.dim() - 2, kernel_size, stride, padding, dilation, groups, padding_mode
+    )
+    total = window_moment(inputs, window, homogeneous=bias, diagonal=False)
+    total = total / inputs.shape[0]
+    return total[0] if groups == 1 else total
+
+
+def window_moment(inputs: Tensor, window: Window, *, homogeneous: bool, diagonal: bool) -> Tensor:
+    """Σ patchᵀ patch over examples and locations: (groups, n, n), or its diagonal, (groups, n)."""
+    total: Tensor | None = None
+    for rows in patch_chunks(inputs, window):
+        moment = row_moment(rows, homogeneous=homogeneous, diagonal=diagonal)
+        total = moment if total is None else total.add_(moment)
+    assert total is not None
+    return total
+
+
+def row_moment(rows: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+    """Σ rowᵀ row for rows (groups, R, n), with a leading 1 on every row if ``homogeneous``."""
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    moment = rows.square().sum(1) if diagonal else rows.transpose(1, 2) @ rows
+    if not homogeneous:
+        return moment
+    groups, count, width = rows.shape
+    if diagonal:
+        return F.pad(moment, (1, 0), value=count)
+    result = moment.new_empty(groups, 1 + width, 1 + width)
+    result[:, 1:, 1:] = moment
+    result[:, 0, 0] = count
+    result[:, 0, 1:] = result[:, 1:, 0] = rows.sum(1)
+    return result
+
+
+def patch_chunks(inputs: Tensor, window: Window) -> Iterator[Tensor]:
+    """The patches of a few examples at a time: (groups, examples · |T|, J/groups · |D|)."""
+    padded = window.pad(inputs)
+    per_example = _windows(padded[:1], window).numel()
+    step = max(1, CHUNK_ELEMENTS // max(1, per_example))
+    dims, groups = window.dims, window.groups
+    for start in range(0, len(padded), step):
+        windows = _windows(padded[start : start + step], window)
+        # (M, groups, J/groups, *T, *D) -> (groups, M, *T, J/groups, *D)
+        windows = windows.reshape(len(windows), groups, -1, *windows.shape[2:])
+        locations = range(3, 3 + dims)
+        offsets = range(3 + dims, 3 + 2 * dims)
+        windows = windows.permute(1, 0, *locations, 2, *offsets)
+        width = windows.shape[2 + dims :].numel()
+        yield windows.reshape(groups, -1, width)
+
+
+def _windows(padded: Tensor, window: Window) -> Tensor:
+    """A view (M, J, *T, *D) of every receptive field."""
+    view = padded
+    for axis, (size, step, spacing) in enumerate(
+        zip(window.kernel_size, window.stride, window.dilation, strict=True)
+    ):
+        extent = spacing * (size - 1) + 1
+        if padded.shape[2 + axis] < extent:
+            raise ValueError(
+                f"the padded map {tuple(padded.shape[2:])} is smaller than the kernel, which spans "
+                f"{extent} along dimension {axis}"
+            )
+        view = view.unfold(2 + axis, extent, step)[..., ::spacing]
+    return view
+
+
+def _per_dimension(value: int | Sequence[int], dims: int, name: str) -> tuple[int, ...]:
+    values = (value,) * dims if isinstance(value, int) else tuple(value)
+    if len(values) == 1:
+        values = values * dims
+    if len(values) != dims:
+        raise ValueError(f"{name} must be a number or {dims} of them, got {value!r}")
+    return values
