@@ -168,7 +168,11 @@ def _invert_quickly(damped: Tensor) -> tuple[Tensor, Tensor]:
     # The square of this ratio bounds the reciprocal condition number from above.
     spread = diagonal.amin(-1) / diagonal.amax(-1)
     lowest = torch.finfo(damped.dtype).eps ** 0.4
-    return torch.cholesky_inverse(lower), ((info == 0) & (spread > lowest)).all()
+    trusted = (info == 0) & (spread > lowest)
+    # cholesky_inverse raises on a zero in the diagonal; what is not trusted is not used.
+    eye = torch.eye(damped.shape[-1], dtype=damped.dtype, device=damped.device)
+    lower = torch.where(trusted[:, None, None], lower, eye)
+    return torch.cholesky_inverse(lower), trusted.all()
 
 
 def _invert_carefully(factor: Tensor, shift: Tensor) -> Tensor:

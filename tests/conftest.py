@@ -1,0 +1,23 @@
+import pytest
+import torch
+from hypothesis import settings
+
+# The tests' tensors are tiny; threads would only wait for each other.
+torch.set_num_threads(1)
+
+# Deadlines measure the machine, not the code.
+settings.register_profile("kfc", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("kfc")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_random_state() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def double():
+    """Default dtype float64 for the test."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
