@@ -287,15 +287,24 @@ def test_norm_natural_gradient_solves_the_damped_blocks(damping):
     torch.testing.assert_close(torch.stack([norm.weight.grad, norm.bias.grad], dim=1), expected)
 
 
-def test_norm_inverses_are_accurate_in_float32_where_the_determinant_cancels():
-    direction = torch.randn(50, 2, 1, dtype=torch.float64)
-    blocks = 1e6 * direction @ direction.mT
-    got = invert_blocks(blocks.float(), 1e-3)
-    assert torch.isfinite(got).all()
-    assert (got.diagonal(dim1=1, dim2=2) <= 1.01e3).all()
-    wide = invert_blocks(blocks, 1e-3)
-    torch.testing.assert_close(wide, torch.linalg.inv(blocks + 1e-3 * torch.eye(2)), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("damping", [1e-3, 1.0])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+def test_norm_inverses_are_accurate_in_float32_where_the_determinant_cancels(size, damping):
+    direction = torch.randn(50, 2, 1) * torch.tensor([[1.0], [1e-2]])
+    blocks = torch.cat([direction, direction.flip(1)])
+    blocks = size * blocks @ blocks.mT
+    true = torch.linalg.inv(blocks + damping * torch.eye(2))
+    torch.testing.assert_close(invert_blocks(blocks, damping), true, rtol=1e-5, atol=1e-5)
+    got = invert_blocks(blocks.float(), damping)
+    torch.testing.assert_close(got.double(), true, rtol=1e-3, atol=1e-3)
+
+
+def test_norm_inverses_of_degenerate_blocks():
     assert torch.isfinite(invert_blocks(torch.zeros(3, 2, 2), 0.0)).all()
+    shift_only = torch.diag(torch.tensor([0.0, 4.0]))[None]
+    torch.testing.assert_close(
+        invert_blocks(shift_only, 0.0), torch.diag(torch.tensor([0.0, 0.25]))[None]
+    )
 
 
 # Several calls, ties, frozen parts, wide layers

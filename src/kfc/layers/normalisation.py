@@ -113,19 +113,22 @@ class BlockInverse:
 def invert_blocks(blocks: Tensor, damping: float) -> Tensor:
     """(blocks + δ I)⁻¹ for positive semi-definite blocks of size 1 or 2, in closed form.
 
-    By the Schur complement δ + (c - b²/(a + δ)), whose second part cannot be negative: so the
-    result is as accurate as the block even where the determinant cancels in float32.
+    With the block [[a, b], [b, c]], the Schur complement of a + δ is a sum of non-negative parts,
+    δ + δ c / (a + δ) + (c - b²/a) a / (a + δ): so that the result is accurate even where the
+    determinant cancels in float32.
     """
-    first = blocks[:, 0, 0] + damping
+    first = reciprocal_or_zero(blocks[:, 0, 0] + damping)
     if blocks.shape[-1] == 1:
-        return reciprocal_or_zero(first).reshape(blocks.shape)
-    coupling = blocks[:, 0, 1] * reciprocal_or_zero(first)
-    excess = blocks[:, 1, 1] - blocks[:, 0, 1] * coupling
-    rounding = 4 * torch.finfo(blocks.dtype).eps * blocks[:, 1, 1]
-    schur = reciprocal_or_zero(torch.where(excess > rounding, excess, 0) + damping)
-    off_diagonal = -coupling * schur
-    corner = reciprocal_or_zero(first) - coupling * off_diagonal
-    rows = (corner, off_diagonal, off_diagonal, schur)
+        return first.reshape(blocks.shape)
+    a, b, c = blocks[:, 0, 0], blocks[:, 0, 1], blocks[:, 1, 1]
+    independent = c - b * b * reciprocal_or_zero(a)
+    rounding = 4 * torch.finfo(blocks.dtype).eps * c
+    independent = torch.where(independent > rounding, independent, 0)
+    # With neither damping nor a (so no b), the complement is c itself.
+    share = torch.where(a > 0, a * first, 1)
+    second = reciprocal_or_zero(damping + damping * c * first + independent * share)
+    coupling = b * first
+    rows = (first + coupling * coupling * second, -coupling * second, -coupling * second, second)
     return torch.stack(rows, dim=-1).reshape(blocks.shape)
 
 
