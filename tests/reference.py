@@ -1,4 +1,4 @@
-"""Independent, dense, slow references in float64, made by differentiation rather than by formula."""
+"""Independent, dense, slow references in float64, made by differentiation, not by formula."""
 
 from __future__ import annotations
 

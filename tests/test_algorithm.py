@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import activation_factor, cross_entropy, derivative_factor, exact_fisher
 from torch import nn
 
 import kfc
+from reference import activation_factor, cross_entropy, derivative_factor, exact_fisher
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -28,7 +28,7 @@ def dense_algorithm_1(model, batches, *, lr, momentum, statistics_period, invers
     """Algorithm 1 with dense matrices; a list of (parameters, average, ν) after every step."""
     layers = [(0, nn.Sequential(*model[1:])), (4, nn.Identity())]
     factors, inverses, history = {}, {}, []
-    theta = [p for p in model.parameters()]
+    theta = list(model.parameters())
     velocity = [torch.zeros_like(p) for p in theta]
     average = [p.detach().clone() for p in theta]
     for k, (x, y) in enumerate(batches, start=1):
@@ -42,9 +42,11 @@ def dense_algorithm_1(model, batches, *, lr, momentum, statistics_period, invers
                     derivative_factor(rest, layer(into), cross_entropy())[0],
                 ]
                 old = factors.get(index)
-                factors[index] = new if old is None else [
-                    DECAY * o + (1 - DECAY) * n for o, n in zip(old, new, strict=True)
-                ]
+                factors[index] = (
+                    new
+                    if old is None
+                    else [DECAY * o + (1 - DECAY) * n for o, n in zip(old, new, strict=True)]
+                )
             if k == 1 or k % inverse_period == 0:
                 omega, gamma = factors[index]
                 pi = ((omega.trace() / len(omega)) / (gamma.trace() / len(gamma))).sqrt()
@@ -76,7 +78,9 @@ def dense_algorithm_1(model, batches, *, lr, momentum, statistics_period, invers
                 m.mul_(momentum).add_(u)
                 p.add_(m)
                 a.mul_(zeta).add_((1 - zeta) * p)
-        history.append(([p.detach().clone() for p in theta], [a.clone() for a in average], float(norm)))
+        history.append(
+            ([p.detach().clone() for p in theta], [a.clone() for a in average], float(norm))
+        )
     return history
 
 

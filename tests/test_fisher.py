@@ -3,6 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import kfc
 from reference import (
     binary_cross_entropy,
     cross_entropy,
@@ -10,10 +14,6 @@ from reference import (
     function_of_parameters,
     squared_error,
 )
-from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
-
-import kfc
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -111,7 +111,7 @@ def test_segmentation_counts_every_location():
 
 def test_one_dropout_mask_and_nothing_touched():
     model = nn.Sequential(nn.Linear(6, 20), nn.Dropout(0.5), nn.BatchNorm1d(20), nn.Linear(20, 3))
-    inputs, vector = torch.randn(8, 6), None
+    inputs = torch.randn(8, 6)
     vector = random_vector(model)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     before = torch.get_rng_state()
@@ -142,9 +142,9 @@ def test_a_subset_of_parameters_and_frozen_ones():
             torch.testing.assert_close(product[name], segment)
         position += p.numel()
     trained = [p for p in model.parameters() if p.requires_grad]
-    assert len(kfc.fisher.vector_product(model, inputs, [torch.ones_like(p) for p in trained])) == len(
-        trained
-    )
+    assert len(
+        kfc.fisher.vector_product(model, inputs, [torch.ones_like(p) for p in trained])
+    ) == len(trained)
 
 
 def test_a_parameter_that_does_not_matter_has_zero_product():

@@ -128,7 +128,7 @@ def test_float32_inverses_stay_accurate_when_badly_conditioned(largest):
 
 
 def test_an_inverse_is_never_larger_than_the_damping_allows():
-    """At 1e10 to 1 the small eigenvalues are rounding errors, some negative: the shift must bound."""
+    """At 1e10 to 1, small eigenvalues are rounding errors, some negative: the shift must bound."""
     (inverse,) = invert_shifted([spread_factor(1e8)], [torch.tensor([1e-2])])
     values = torch.linalg.eigvalsh(inverse.double())
     assert values.min() > -1e-3

@@ -4,6 +4,10 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
+
+import kfc
+from kfc.layers.normalisation import invert_blocks
 from reference import (
     activation_factor,
     cross_entropy,
@@ -14,10 +18,6 @@ from reference import (
     squared_error,
 )
 from test_patches import convolutions
-from torch import nn
-
-import kfc
-from kfc.layers.normalisation import invert_blocks
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -76,7 +76,9 @@ def transposed_convolutions(draw):
         return tuple(draw(st.integers(low, high)) for _ in range(dims))
 
     stride, dilation, kernel = each(1, 3), each(1, 2), each(1, {1: 4, 2: 3, 3: 2}[dims])
-    padding = tuple(draw(st.integers(0, d * (k - 1))) for k, d in zip(kernel, dilation, strict=True))
+    padding = tuple(
+        draw(st.integers(0, d * (k - 1))) for k, d in zip(kernel, dilation, strict=True)
+    )
     most = [max(s, d) - 1 for s, d in zip(stride, dilation, strict=True)]
     output_padding = tuple(draw(st.integers(0, m)) for m in most)
     groups = draw(st.sampled_from([1, 2, 3]))
@@ -119,7 +121,7 @@ def test_transposed_convolutions(case):
     ],
 )
 def test_gradient_matrix_matches_the_factors_coordinates(layer):
-    """The gradient of a layer is Σ DsᵀP: so it must lie in the range of the factors' coordinates."""
+    """The gradient of a layer is Σ DsᵀP, in the same order of coordinates as the factors."""
     handler = kfc.layers.handler_for(layer)
     shape = (2, 3) if isinstance(layer, nn.Linear) else (2, layer.in_channels, *[4] * handler.dims)
     inputs = torch.randn(shape)
@@ -131,8 +133,6 @@ def test_gradient_matrix_matches_the_factors_coordinates(layer):
     gradients = {role: p.grad for role, p in handler.trained().items()}
 
     class Identity:
-        tensors: dict = {}
-
         def apply(self, matrix):
             torch.testing.assert_close(matrix, expected)
             return matrix
@@ -150,7 +150,7 @@ def exact_block(model: nn.Module, inputs: torch.Tensor, loss, layer: nn.Module) 
     full = exact_fisher(model, inputs, loss)
     numbers = torch.arange(len(flat_parameters(model)))
     position, where = 0, {}
-    for name, p in model.named_parameters():
+    for p in model.parameters():
         where[id(p)] = numbers[position : position + p.numel()].reshape(p.shape)
         position += p.numel()
     matrix = torch.cat([where[id(layer.bias)][:, None], where[id(layer.weight)].flatten(1)], dim=1)
@@ -336,7 +336,9 @@ def test_several_calls_count_as_locations():
         two = calls[:, 1] + torch.nn.functional.linear(one.tanh(), model.layer.weight.detach())
         return torch.cat([one, two], dim=1).sin() @ model.mix
 
-    calls = torch.stack([first, second - torch.nn.functional.linear(first.tanh(), model.layer.weight)], 1)
+    calls = torch.stack(
+        [first, second - torch.nn.functional.linear(first.tanh(), model.layer.weight)], 1
+    )
     expected = derivative_factor(rest, calls.detach(), cross_entropy(), channels_last=True)[0]
     torch.testing.assert_close(factors.derivative, expected)
 
@@ -376,7 +378,9 @@ def tied_with_other_bias():
     return model, torch.randn(3, 3), {"0.weight", "0.bias", "1.bias"}
 
 
-@pytest.mark.parametrize("make", [tied_to_embedding, tied_with_other_dilation, tied_with_other_bias])
+@pytest.mark.parametrize(
+    "make", [tied_to_embedding, tied_with_other_dilation, tied_with_other_bias]
+)
 def test_other_ties_fall_back_to_the_plain_gradient(make):
     model, inputs, plain = make()
     optimizer = kfc.KFC(model, lr=0.1, momentum=0.0, fisher_clip=None)

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import output_hessian
 
 import kfc
+from reference import output_hessian
 
 pytestmark = pytest.mark.usefixtures("double")
 

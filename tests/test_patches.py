@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from reference import receptive_rows
 from torch import nn
 
 import kfc
+from reference import receptive_rows
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 

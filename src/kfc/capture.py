@@ -138,10 +138,11 @@ class Capture:
         self._handles: list[RemovableHandle] = []
         me = weakref.ref(self)
         self._add(model.register_forward_pre_hook, _Hook(me, "_before_model"))
-        self._add(model.register_forward_hook, _Hook(me, "_after_model"), always_call=True)
         for name, handler in self._handlers.items():
             for module in handler.modules:
                 self._add(module.register_forward_hook, _Hook(me, "_after_layer", name))
+        # Last, for hooks run in the order they came, and the model may itself be a layer.
+        self._add(model.register_forward_hook, _Hook(me, "_after_model"), always_call=True)
         self.close = weakref.finalize(self, _remove_all, self._handles)
 
     def _add(self, register: Callable[..., RemovableHandle], hook: _Hook, **options: bool) -> None:
@@ -201,7 +202,9 @@ class _Hook:
 
     def __call__(self, *args: Any) -> None:
         if torch.compiler.is_compiling():
-            _refuse_compiled()
+            if self.method == "_before_model" and args[0].training:
+                _refuse_compiled()
+            return
         capture = self.capture()
         if capture is not None and not getattr(_thread, "suspended", 0):
             getattr(capture, self.method)(*self.first, *args)
@@ -264,20 +267,24 @@ def refuse_hidden_layers(model: nn.Module) -> None:
                 f"{where} is a ScriptModule, whose layers hooks cannot see; pass the eager module"
             )
         compiled = getattr(module, "_compiled_call_impl", None) is not None
-        if compiled or isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+        if compiled or type(module).__name__ == "OptimizedModule":
             raise ValueError(
                 f"{where} is compiled, which hides its layers from hooks; pass the module "
                 "without torch.compile"
             )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_compiled() -> None:
     raise RuntimeError(
         "the model was compiled after its kfc optimizer was made: torch.compile hides its layers "
-        "from the hooks that gather statistics; train the eager module, or call "
-        "optimizer.close() first"
+        "from the hooks that gather statistics; train the eager module (a compiled one may "
+        "evaluate), or call optimizer.close() first"
     )
+
+
+# What torch.compiler.disable sets, without the seconds that importing the compiler takes: the call
+# breaks the compiled graph, so that the error is raised when the model runs.
+_refuse_compiled._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _refuse_reentrant_checkpointing(layers: set[str], output: Any) -> None:

@@ -51,13 +51,8 @@ def vector_product(
     parameters = dict(model.named_parameters())
     leaves = {name: parameters[name].detach().requires_grad_() for name in tangents}
     distribution = resolve_likelihood(likelihood)
-    with (
-        torch.enable_grad(),
-        _dual_run(model, _call(inputs), tangents, leaves, output) as (
-            outputs,
-            change,
-        ),
-    ):
+    with torch.enable_grad():
+        outputs, change = _dual_run(model, _call(inputs), tangents, leaves, output)
         distribution.validate(outputs)
         pulled = distribution.fisher_product(outputs.detach(), change.detach())
         products = torch.autograd.grad(
@@ -92,19 +87,19 @@ def quadratic_form_of_call(
     output: Output | None,
 ) -> Tensor:
     """vᵀ F v on a recorded forward pass."""
-    with torch.no_grad(), _dual_run(model, call, tangents, {}, output) as (outputs, change):
+    with torch.no_grad():
+        outputs, change = _dual_run(model, call, tangents, {}, output)
         likelihood.validate(outputs)
         return (likelihood.fisher_product(outputs, change) * change).sum()
 
 
-@contextmanager
 def _dual_run(
     model: nn.Module,
     call: ModelCall,
     tangents: Mapping[str, Tensor],
     leaves: Mapping[str, Tensor],
     output: Output | None,
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> tuple[Tensor, Tensor]:
     """Run the model on dual parameters: the outputs, and how they change along the tangents."""
     state: dict[str, Tensor] = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with ExitStack() as stack:
@@ -122,7 +117,8 @@ def _dual_run(
         result = _run(model, state, call)
         selected = select_output(result, output)
         outputs, change = forward_ad.unpack_dual(selected)  # type: ignore[no-untyped-call]
-        yield outputs, torch.zeros_like(outputs) if change is None else change
+        # Leaving the level takes the tangents off the graph, so that a backward is a plain one.
+        return outputs, torch.zeros_like(outputs) if change is None else change.clone()
 
 
 def _dual(primal: Tensor, tangent: Tensor) -> Tensor:

@@ -146,6 +146,12 @@ class KFC(CurvatureOptimizer):
 
     def _update(self, loss_scale: float) -> None:
         gradients = self._gradients()
+        started = self.preconditioner.steps > 0
+        if started and self._clip is not None and self.preconditioner.last_call is None:
+            raise RuntimeError(
+                "step() without a forward pass in training mode since the last one: the clip "
+                "needs the batch; run the model first, or set fisher_clip=None"
+            )
         if not self.preconditioner.begin_step(gradients, self._layer_damping, loss_scale):
             return
         objective = self._with_weight_decay(gradients)
@@ -227,11 +233,7 @@ class KFC(CurvatureOptimizer):
     def _fisher_norm(self, update: Mapping[str, Tensor]) -> float:
         """ν = vᵀ F v + λ vᵀ v, with the exact F on the first examples of the last batch."""
         call = self.preconditioner.last_call
-        if call is None:
-            raise RuntimeError(
-                "step() without a forward pass in training mode since the last one: the clip "
-                "needs the batch; run the model first, or set fisher_clip=None"
-            )
+        assert call is not None
         norm = quadratic_form_of_call(
             self.model,
             first_examples(call, self.preconditioner.last_examples, self._clip_examples()),

@@ -1,0 +1,174 @@
+"""Each mistake gets an error that names what was wrong and what to do."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import kfc
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("lr", -1.0),
+        ("lr", math.nan),
+        ("lr", "fast"),
+        ("momentum", 1.0),
+        ("momentum", -0.1),
+        ("weight_decay", -1.0),
+        ("weight_decay", math.inf),
+        ("damping", -1e-3),
+        ("damping", math.nan),
+        ("factor_decay", 1.0),
+        ("factor_decay", -0.5),
+        ("statistics_period", 0),
+        ("statistics_period", 2.5),
+        ("inverse_period", -3),
+        ("clip_period", 0),
+        ("clip_period", True),
+        ("fisher_clip", 0.0),
+        ("fisher_clip", math.inf),
+        ("clip_fraction", 0.0),
+        ("clip_fraction", 1.5),
+        ("averaging_timescale", 0.0),
+        ("averaging_timescale", math.nan),
+        ("fallback_lr", -1.0),
+        ("max_factor_size", 0),
+        ("likelihood", "poisson"),
+        ("fisher", "true"),
+        ("inverse", "qr"),
+    ],
+)
+def test_hyper_parameters_out_of_range(option, value):
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=option):
+        kfc.KFC(model, **{option: value})
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize(("limit", "pace"), [(0, 25), (10, 0), (2.5, 25)])
+def test_stretch_out_of_range(limit, pace):
+    with pytest.raises(ValueError, match="Stretch"):
+        kfc.Stretch(limit, pace)
+
+
+def test_a_model_without_parameters():
+    with pytest.raises(ValueError, match="no parameters"):
+        kfc.KFC(nn.ReLU())
+    with pytest.raises(TypeError, match=r"nn\.Module"):
+        kfc.KFC([torch.zeros(1)])
+
+
+def test_lazy_modules():
+    model = nn.Sequential(nn.LazyConv2d(3, 2))
+    with pytest.raises(ValueError, match=r"0\.weight.*lazy.*run one batch"):
+        kfc.KFC(model)
+    model(torch.randn(1, 1, 4, 4))
+    kfc.KFC(model)
+
+
+def test_complex_parameters():
+    with pytest.raises(ValueError, match="complex"):
+        kfc.KFC(nn.Linear(2, 2, dtype=torch.complex64))
+
+
+def test_an_empty_batch():
+    model = nn.Linear(2, 3)
+    optimizer = kfc.KFC(model)
+    with pytest.raises(ValueError, match="batch is empty"):
+        model(torch.zeros(0, 2))
+    assert optimizer.diagnostics["step"] == 0
+
+
+def test_an_output_that_is_not_a_tensor():
+    class Pair(nn.Linear):
+        def forward(self, x):
+            return {"logits": super().forward(x)}
+
+    model = nn.Sequential(Pair(2, 3))
+    optimizer = kfc.KFC(model)
+    with pytest.raises(TypeError, match=r"dict, not a tensor.*output="):
+        model(torch.randn(2, 2))
+    optimizer.close()
+    optimizer = kfc.KFC(model, output=lambda out: out)
+    with pytest.raises(TypeError, match="output= returned a dict"):
+        model(torch.randn(2, 2))
+    optimizer.close()
+    optimizer = kfc.KFC(model, output=lambda out: out["logits"])
+    model(torch.randn(2, 2))["logits"].sum().backward()
+    optimizer.step()
+
+
+def test_an_output_whose_shape_does_not_fit():
+    model = nn.Linear(2, 1)
+    optimizer = kfc.KFC(model)
+    with pytest.raises(ValueError, match=r"\(4, 1\).*bernoulli"):
+        model(torch.randn(4, 2))
+    optimizer.close()
+
+
+def test_exact_refuses_very_many_columns():
+    model = nn.Conv2d(1, 40, 1)
+    preconditioner = kfc.Preconditioner(model, fisher="exact")
+    with pytest.raises(ValueError, match=r'4000 columns.*fisher="sampled"'):
+        model(torch.randn(2, 1, 10, 10))
+    preconditioner.close()
+
+
+def test_sparse_gradients():
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 2))
+    optimizer = kfc.KFC(model)
+    model(torch.randint(5, (4, 2))).sum().backward()
+    with pytest.raises(ValueError, match=r"0\.weight.*sparse=False"):
+        optimizer.step()
+
+
+def test_adding_a_param_group():
+    optimizer = kfc.KFC(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="groups="):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def test_an_operation_without_forward_mode_names_the_way_out():
+    model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
+    optimizer = kfc.KFC(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.randn(4, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="fisher_clip=None"):
+        optimizer.step()
+    for a, b in zip(before, model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_estimate_factors_refuses_what_it_cannot_use():
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    optimizer = kfc.KFC(model)
+    good, bad = torch.randn(4, 2), torch.full((4, 2), math.nan)
+    optimizer.estimate_factors([good])
+    before = optimizer.factors["0"].activation.clone()
+    with pytest.raises(ValueError, match="batch 1 "):
+        optimizer.estimate_factors([good, bad])
+    with pytest.raises(ValueError, match="no batches"):
+        optimizer.estimate_factors([])
+    assert torch.equal(optimizer.factors["0"].activation, before)
+    assert torch.isfinite(model[1].running_mean).all()
+    assert model[1].num_batches_tracked == 0
+    model.eval()
+    with pytest.raises(RuntimeError, match=r"model\.train\(\)"):
+        optimizer.estimate_factors([good])
+    model.train()
+    empirical = kfc.Preconditioner(model, fisher="empirical")
+    with pytest.raises(ValueError, match="empirical"):
+        empirical.estimate_factors([good])
+
+
+def test_non_finite_factors_without_an_earlier_inverse():
+    model = nn.Linear(2, 3)
+    optimizer = kfc.KFC(model)
+    optimizer.estimate_factors(iter([torch.randn(4, 2)]))
+    optimizer.factors[""].activation.fill_(math.nan)
+    model(torch.randn(4, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="no earlier inverse"):
+        optimizer.step()

@@ -1,0 +1,410 @@
+"""When statistics are gathered, and what the hooks survive."""
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import kfc
+
+
+def net(inplace: bool = False) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3),
+        nn.ReLU(inplace=inplace),
+        nn.Conv2d(3, 2, 2),
+        nn.ReLU(inplace=inplace),
+        nn.Flatten(),
+        nn.Linear(18, 4),
+    )
+
+
+def batch(size: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 1, 6, 6), torch.randint(4, (size,))
+
+
+def pending(preconditioner) -> bool:
+    return bool(preconditioner.curvature.pending)
+
+
+def count_hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_nothing_is_gathered_in_eval_mode_or_without_gradients():
+    model, (x, _) = net(), batch()
+    preconditioner = kfc.Preconditioner(model)
+    with torch.no_grad():
+        model(x)
+    with torch.inference_mode():
+        model(x)
+    model.eval()
+    model(x)
+    model.train()
+    torch.func.jvp(model, (x,), (x,))
+    assert not pending(preconditioner)
+    model(x)
+    assert pending(preconditioner)
+
+
+def test_statistics_and_inverses_come_when_they_are_due():
+    model = net()
+    optimizer = kfc.KFC(model, statistics_period=2, inverse_period=3)
+    changed = {"factors": [], "inverse": []}
+    factors = inverse = None
+    for k in range(1, 8):
+        x, y = batch()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        new = optimizer.factors["0"].activation.clone()
+        layer = optimizer.preconditioner.curvature.layers["0"]
+        new_inverse = layer.inverse.tensors["activation"]
+        if factors is None or not torch.equal(factors, new):
+            changed["factors"].append(k)
+        if inverse is None or not torch.equal(inverse, new_inverse):
+            changed["inverse"].append(k)
+        factors, inverse = new, new_inverse.clone()
+    assert changed == {"factors": [1, 2, 4, 6], "inverse": [1, 3, 6]}
+
+
+def test_factors_are_empty_until_the_first_step():
+    model, (x, y) = net(), batch()
+    optimizer = kfc.KFC(model)
+    F.cross_entropy(model(x), y).backward()
+    assert optimizer.factors == {}
+    optimizer.step()
+    assert set(optimizer.factors) == {"0", "2", "5"}
+
+
+def test_in_place_activations_change_nothing():
+    x, y = batch()
+    results = []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        model = net(inplace)
+        for kind in ("exact", "empirical"):
+            preconditioner = kfc.Preconditioner(model, fisher=kind)
+            model.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            preconditioner.step()
+            results.append(preconditioner.factors)
+            preconditioner.close()
+    torch.testing.assert_close(results[0], results[2])
+    torch.testing.assert_close(results[1], results[3])
+
+
+def test_the_users_gradients_are_the_usual_ones():
+    model, (x, y) = net(), batch()
+    F.cross_entropy(model(x), y).backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    preconditioner = kfc.Preconditioner(model)
+    F.cross_entropy(model(x), y).backward()
+    assert pending(preconditioner)
+    torch.testing.assert_close([p.grad for p in model.parameters()], plain)
+
+
+def test_the_global_random_state_is_untouched_and_the_seed_decides():
+    x, y = batch()
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(3)
+        model = net()
+        optimizer = kfc.KFC(model, seed=seed)
+        before = torch.get_rng_state()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        assert torch.equal(before, torch.get_rng_state())
+        runs.append(optimizer.factors["0"].derivative)
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_micro_batches_average_the_factors():
+    model, (x, y) = net().double(), batch(9)
+    x = x.double()
+    whole = kfc.Preconditioner(model, fisher="exact")
+    F.cross_entropy(model(x), y).backward()
+    whole.step()
+    whole.close()
+    model.zero_grad()
+    parts = kfc.Preconditioner(model, fisher="exact")
+    for start, stop in ((0, 4), (4, 6), (6, 9)):
+        loss = F.cross_entropy(model(x[start:stop]), y[start:stop], reduction="sum") / 9
+        loss.backward()
+    parts.step()
+    torch.testing.assert_close(parts.factors, whole.factors)
+
+
+def test_micro_batches_of_different_map_sizes():
+    model = nn.Sequential(nn.Conv1d(1, 2, 2), nn.AdaptiveAvgPool1d(1), nn.Flatten())
+    inputs = [torch.randn(2, 1, 5), torch.randn(3, 1, 8)]
+    preconditioner = kfc.Preconditioner(model)
+    for x in inputs:
+        model(x).sum().backward()
+    preconditioner.step()
+    rows = [x.unfold(2, 2, 1).reshape(-1, 2) for x in inputs]
+    rows = torch.cat([torch.cat([torch.ones(len(r), 1), r], 1) for r in rows])
+    torch.testing.assert_close(preconditioner.factors["0"].activation, rows.T @ rows / 5)
+
+
+def test_empirical_factors_use_the_datas_own_targets():
+    model, (x, y) = nn.Sequential(nn.Linear(3, 4)), (torch.randn(5, 3), torch.randint(4, (5,)))
+    preconditioner = kfc.Preconditioner(model, fisher="empirical")
+    F.cross_entropy(model(x), y).backward()
+    preconditioner.step()
+    derivatives = F.one_hot(y, 4) - model(x).detach().softmax(1)
+    expected = derivatives.T @ derivatives / 5
+    torch.testing.assert_close(preconditioner.factors["0"].derivative, expected)
+
+
+def test_empirical_scale_over_locations():
+    """The derivatives that sampled targets would have given, had they been the data's."""
+    model = nn.Sequential(nn.Conv1d(2, 3, 1))
+    x, y = torch.randn(4, 2, 5), torch.randint(3, (4, 5))
+    preconditioner = kfc.Preconditioner(model, fisher="empirical")
+    F.cross_entropy(model(x), y).backward()
+    preconditioner.step()
+    derivatives = F.one_hot(y, 3) - model(x).detach().softmax(1).transpose(1, 2)
+    rows = derivatives.reshape(-1, 3) / 5**0.5
+    torch.testing.assert_close(preconditioner.factors["0"].derivative, rows.T @ rows / 20)
+
+
+def test_an_unfinished_empirical_forward_leaves_nothing():
+    model, (x, y) = net(), batch()
+    preconditioner = kfc.Preconditioner(model, fisher="empirical")
+    model(torch.randn(3, 1, 6, 6))  # its backward never comes
+    F.cross_entropy(model(x), y).backward()
+    preconditioner.step()
+    other = kfc.Preconditioner(model, fisher="empirical")
+    model.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    other.step()
+    torch.testing.assert_close(preconditioner.factors, other.factors)
+
+
+def test_checkpointing_without_reentrance_works():
+    class Checkpointed(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    inner, (x, y) = net(), batch()
+    plain = kfc.Preconditioner(inner, fisher="exact")
+    F.cross_entropy(inner(x), y).backward()
+    plain.step()
+    plain.close()
+    inner.zero_grad()
+    model = Checkpointed(inner)
+    preconditioner = kfc.Preconditioner(model, fisher="exact")
+    F.cross_entropy(model(x), y).backward()
+    preconditioner.step()
+    for name, factors in plain.factors.items():
+        torch.testing.assert_close(preconditioner.factors[f"inner.{name}"], factors)
+
+
+def test_reentrant_checkpointing_is_refused():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return checkpoint(self.inner, self.first(x), use_reentrant=True)
+
+    model = Checkpointed()
+    preconditioner = kfc.Preconditioner(model)
+    with pytest.raises(RuntimeError, match=r"inner.*use_reentrant=False"):
+        model(torch.randn(4, 3))
+    assert not pending(preconditioner)
+
+
+def test_a_part_run_without_gradients_is_left_alone():
+    class Headed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x):
+            with torch.no_grad():
+                features = self.body(x)
+            return self.head(features)
+
+    model = Headed()
+    optimizer = kfc.KFC(model)
+    before = model.body.weight.detach().clone()
+    F.cross_entropy(model(torch.randn(4, 3)), torch.zeros(4, dtype=torch.long)).backward()
+    optimizer.step()
+    assert set(optimizer.factors) == {"head"}
+    assert torch.equal(model.body.weight, before)
+
+
+@pytest.mark.parametrize("during_statistics", [False, True])
+def test_copies_and_pickles_of_the_model_are_inert(during_statistics):
+    model, (x, y) = net(), batch()
+    optimizer = kfc.KFC(model)
+    if during_statistics:
+        F.cross_entropy(model(x), y).backward()
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    copies.append(torch.load(buffer, weights_only=False))
+    held = dict(optimizer.preconditioner.curvature.pending)
+    for other in copies:
+        torch.testing.assert_close(other(x), model.eval()(x))
+        model.train()
+        assert optimizer.preconditioner.curvature.pending == held
+        again = kfc.KFC(other)
+        F.cross_entropy(other(x), y).backward()
+        again.step()
+    with pytest.raises(TypeError, match="state_dict"):
+        copy.deepcopy(optimizer)
+
+
+def test_close_and_garbage_collection_remove_every_hook():
+    model, (x, y) = net(), batch()
+    optimizer = kfc.KFC(model)
+    assert count_hooks(model) > 0
+    optimizer.close()
+    assert count_hooks(model) == 0
+    optimizer.close()
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="closed"):
+        optimizer.step()
+
+    optimizer = kfc.KFC(model)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    del optimizer
+    gc.collect()
+    assert count_hooks(model) == 0
+
+
+def test_an_error_in_the_forward_pass_leaves_nothing_behind():
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.fail = nn.Linear(3, 2), True
+
+        def forward(self, x):
+            out = self.layer(x)
+            if self.fail:
+                raise ArithmeticError("on purpose")
+            return out
+
+    model = Fails()
+    preconditioner = kfc.Preconditioner(model)
+    with pytest.raises(ArithmeticError):
+        model(torch.randn(4, 3))
+    assert preconditioner._capture._session is None
+    model.fail = False
+    x = torch.randn(4, 3)
+    model(x).sum().backward()
+    preconditioner.step()
+    rows = torch.cat([torch.ones(4, 1), x], dim=1)
+    torch.testing.assert_close(preconditioner.factors["layer"].activation, rows.T @ rows / 4)
+
+
+def test_a_layer_that_runs_later_gets_statistics_then():
+    class Later(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.late, self.use = nn.Linear(3, 3), nn.Linear(3, 3), False
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.late(x.tanh()) if self.use else x
+
+    model = Later()
+    optimizer = kfc.KFC(model, statistics_period=100, inverse_period=100)
+    for k in range(4):
+        model.use = k == 2
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(6, 3)), torch.randint(3, (6,))).backward()
+        optimizer.step()
+        assert ("late" in optimizer.factors) == (k >= 2)
+
+
+def test_thawed_parameters_get_statistics_at_once():
+    model, (x, y) = net(), batch()
+    model[0].requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    optimizer = kfc.KFC(model, statistics_period=50, inverse_period=50)
+    frozen = model[0].weight.detach().clone()
+    for k in range(3):
+        if k == 2:
+            model.requires_grad_(True)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        assert torch.equal(model[0].weight, frozen) == (k < 2)
+        assert optimizer.factors["2"].activation.shape[0] == (12 if k < 2 else 13)
+    assert "0" in optimizer.factors
+
+
+def test_a_layer_whose_gradient_came_another_way_is_an_error():
+    class Aside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.main, self.aside = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.main(x)
+
+    model = Aside()
+    optimizer = kfc.KFC(model)
+    x = torch.randn(4, 3)
+    (model(x).sum() + model.aside(x).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"'aside' has a gradient, but no statistics"):
+        optimizer.step()
+
+
+def test_auxiliary_outputs_can_be_stacked_as_locations():
+    class Aux(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.main, self.aux = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.main(x), self.aux(x)
+
+    model = Aux()
+    optimizer = kfc.KFC(model, output=lambda out: torch.stack(out, dim=2))
+    main, aux = model(torch.randn(4, 3))
+    (main.square().sum() + aux.square().sum()).backward()
+    optimizer.step()
+    assert set(optimizer.factors) == {"main", "aux"}
+
+
+def test_compiled_models_are_refused():
+    with pytest.raises(ValueError, match="compiled"):
+        kfc.KFC(torch.compile(net()))
+    inside = nn.Sequential(net(), nn.ReLU())
+    inside[0].compile(backend="eager")
+    with pytest.raises(ValueError, match="submodule '0' is compiled"):
+        kfc.KFC(inside)
+    later = net()
+    preconditioner = kfc.Preconditioner(later)
+    with pytest.raises(RuntimeError, match=r"compiled after"):
+        torch.compile(later, backend="eager")(batch()[0])
+    torch.compile(later.eval(), backend="eager")(batch()[0])
+    preconditioner.close()
+    torch.compile(later.train(), backend="eager")(batch()[0])
+
+
+def test_scripted_and_replicated_models_are_refused():
+    with pytest.raises(ValueError, match="ScriptModule"):
+        kfc.KFC(torch.jit.trace(nn.Linear(2, 2), torch.randn(1, 2)))
+    with pytest.raises(ValueError, match="DataParallel"):
+        kfc.KFC(nn.DataParallel(net()))

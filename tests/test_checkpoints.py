@@ -1,0 +1,165 @@
+"""State dicts: a run resumed in a new process goes on bit for bit; what does not fit is refused."""
+
+import operator
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kfc
+
+
+def tensors(value, path=()):
+    """Every leaf of nested dicts and lists, by its path."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from tensors(inner, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from tensors(inner, (*path, index))
+    else:
+        yield path, value
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
+    program = Path(__file__).with_name("resume_run.py")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder, first, last in ((whole, 0, 20), (parts, 0, 7), (parts, 7, 20)):
+        folder.mkdir(exist_ok=True)
+        command = [sys.executable, str(program), str(folder), str(first), str(last)]
+        subprocess.run(command, check=True)
+    for name in ("factored.pt", "eigen.pt"):
+        one, other = (
+            dict(tensors(torch.load(folder / name, weights_only=True))) for folder in (whole, parts)
+        )
+        assert one.keys() == other.keys()
+        for path, value in one.items():
+            same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
+            assert same(value, other[path]), path
+
+
+def trained(model: nn.Module, steps: int = 2, **options) -> kfc.KFC:
+    optimizer = kfc.KFC(model, averaging_timescale=3, **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(4, 3)), torch.zeros(4, dtype=torch.long)).backward()
+        optimizer.step()
+    return optimizer
+
+
+def net(width: int = 5) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, width), nn.LayerNorm(width), nn.Linear(width, 2))
+
+
+def snapshot(optimizer: kfc.KFC) -> dict:
+    return {
+        path: value.clone() if isinstance(value, torch.Tensor) else value
+        for path, value in tensors(optimizer.state_dict())
+    }
+
+
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        (lambda: trained(net(6)), r"0\.weight: \[6, 3\] in the state dict, \[5, 3\] here"),
+        (lambda: trained(nn.Sequential(nn.Linear(3, 2))), "missing from the state dict"),
+        (lambda: trained(nn.Sequential(*net(), nn.Linear(2, 2))), "3.weight: only in the state"),
+        (lambda: trained(net(), groups=[{"prefix": "0", "lr": 1.0}]), "param groups differ"),
+    ],
+)
+def test_a_state_dict_from_another_model_is_refused(other, match):
+    optimizer = trained(net())
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=match):
+        optimizer.load_state_dict(other().state_dict())
+    after = snapshot(optimizer)
+    for path, value in before.items():
+        same = torch.equal(value, after[path]) if isinstance(value, torch.Tensor) else True
+        assert same, path
+
+
+def test_a_state_dict_with_other_factors_is_refused():
+    model = net()
+    state = trained(model).state_dict()
+    state["preconditioner"]["curvature"]["layers"]["0"]["running"][0] = torch.zeros(1, 7, 7)
+    with pytest.raises(ValueError, match=r"0: .*\(1, 7, 7\)"):
+        trained(net()).load_state_dict(state)
+
+
+@pytest.mark.parametrize("key", ["state", "param_groups", "preconditioner", "parameters", "clip"])
+def test_an_incomplete_state_dict_is_refused(key):
+    optimizer = trained(net())
+    state = optimizer.state_dict()
+    del state[key]
+    with pytest.raises(ValueError, match=f"incomplete.*{key}"):
+        optimizer.load_state_dict(state)
+    state = optimizer.state_dict()
+    del state["preconditioner"]["curvature"]
+    with pytest.raises(ValueError, match=r"incomplete.*curvature"):
+        optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="must be a dict"):
+        optimizer.load_state_dict([])
+
+
+def test_a_truncated_file_is_an_error_before_anything_changes(tmp_path):
+    optimizer = trained(net())
+    path = tmp_path / "checkpoint.pt"
+    torch.save(optimizer.state_dict(), path)
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises((RuntimeError, OSError)):
+        optimizer.load_state_dict(torch.load(path, weights_only=True))
+    assert optimizer.diagnostics["step"] == 2
+
+
+def test_a_plain_optimizers_state_dict_is_refused():
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="another optimizer"):
+        kfc.KFC(model).load_state_dict(sgd.state_dict())
+
+
+def test_another_kind_of_inverse_is_computed_anew():
+    state = trained(net(), inverse="factored").state_dict()
+    model = net()
+    optimizer = kfc.KFC(model, inverse="eigen", inverse_period=100, statistics_period=100)
+    optimizer.load_state_dict(state)
+    F.cross_entropy(model(torch.randn(4, 3)), torch.zeros(4, dtype=torch.long)).backward()
+    optimizer.step()
+    inverse = optimizer.preconditioner.curvature.layers["0"].inverse
+    assert "reciprocals" in inverse.tensors
+
+
+def test_a_state_dict_is_a_snapshot():
+    model = net()
+    optimizer = trained(model)
+    state = optimizer.state_dict()["preconditioner"]
+    before = {path: v.clone() for path, v in tensors(state) if isinstance(v, torch.Tensor)}
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(4, 3)), torch.zeros(4, dtype=torch.long)).backward()
+        optimizer.step()
+    for path, value in tensors(state):
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, before[path])
+
+
+def test_state_before_the_first_step_can_be_loaded():
+    fresh = kfc.KFC(net())
+    other = kfc.KFC(net())
+    other.load_state_dict(fresh.state_dict())
+    assert other.diagnostics["step"] == 0
+
+
+def test_a_frozen_layers_old_statistics_do_not_stand_in_the_way():
+    model = net()
+    state = trained(model).state_dict()
+    other = net()
+    other[0].requires_grad_(False)
+    optimizer = kfc.KFC(other, averaging_timescale=3)
+    optimizer.load_state_dict(state)
+    F.cross_entropy(other(torch.randn(4, 3)), torch.zeros(4, dtype=torch.long)).backward()
+    optimizer.step()

@@ -1,0 +1,622 @@
+"""`KFC` as a torch optimizer: groups, schedulers, averaging, clipping, precision, bad batches."""
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import spectral_norm as old_spectral_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.optim import lr_scheduler
+
+import kfc
+from kfc.optimizers.clipping import FisherClip
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(36, 3),
+    )
+
+
+def batch(size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 1, 6, 6), torch.randint(3, (size,))
+
+
+def train(model, optimizer, steps: int = 3, data=None):
+    for k in range(steps):
+        x, y = data[k] if data else batch()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    return loss
+
+
+def values(model) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+# Groups, schedulers, closures
+
+
+def test_groups_by_module_and_parameter_name():
+    model = net()
+    optimizer = kfc.KFC(
+        model,
+        lr=0.1,
+        weight_decay=0.01,
+        groups=[
+            {"prefix": "5.bias", "lr": 0.0},
+            {"prefix": ["*.bias", "1"], "weight_decay": 0.0},
+            {"prefix": "0", "damping": 0.5, "momentum": 0.5},
+        ],
+    )
+    by_name = {n: g for g in optimizer.param_groups for n in g["param_names"]}
+    assert by_name["5.weight"]["weight_decay"] == 0.01
+    assert by_name["0.bias"]["weight_decay"] == 0.0
+    assert by_name["1.weight"]["weight_decay"] == 0.0
+    assert by_name["0.weight"]["damping"] == 0.5
+    assert by_name["0.weight"]["momentum"] == 0.5
+    bias = model[5].bias.detach().clone()
+    train(model, optimizer)
+    assert torch.equal(model[5].bias, bias)
+    assert optimizer.diagnostics["layers"]["0"]["damping"] == pytest.approx(0.51)
+
+
+@pytest.mark.parametrize(
+    ("groups", "match"),
+    [
+        ([{"prefix": "conv9"}], "conv9"),
+        ([{"lr": 0.1}], "prefix"),
+        ([{"prefix": "0", "rate": 0.1}], "rate"),
+        ([{"prefix": "0", "lr": -1.0}], "lr"),
+        ([{"prefix": "0"}, {"prefix": "0.bias"}], "0.bias"),
+    ],
+)
+def test_bad_groups_are_refused_and_leave_no_hooks(groups, match):
+    model = net()
+    with pytest.raises(ValueError, match=match):
+        kfc.KFC(model, groups=groups)
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+class Mixed(nn.Module):
+    """Parameters of every treatment."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.norm = nn.LayerNorm(4)
+        self.normed = weight_norm(nn.Linear(4, 4))
+        self.spectral = spectral_norm(nn.Linear(4, 4))
+        self.old_spectral = old_spectral_norm(nn.Linear(4, 4))
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, tokens):
+        x = self.norm(self.embedding(tokens)) * self.scale
+        x = self.old_spectral(self.spectral(self.normed(x)))
+        x = self.attention(x, x, x, need_weights=False)[0]
+        return self.head(x.mean(1))
+
+
+def test_other_parameters_follow_the_plain_gradient_in_a_group_of_their_own():
+    model = Mixed()
+    optimizer = kfc.KFC(model, lr=0.5, fallback_lr=0.25, momentum=0.0, fisher_clip=None)
+    plain = optimizer.preconditioner.plan.plain
+    assert {n for n in plain if "." not in n} == {"scale"}
+    assert {n.split(".")[0] for n in plain} == {
+        "embedding",
+        "scale",
+        "normed",
+        "spectral",
+        "old_spectral",
+        "attention",
+    }
+    groups = {g["plain_gradient"]: g for g in optimizer.param_groups}
+    assert set(groups[True]["param_names"]) == set(plain)
+    assert groups[True]["lr"] == 0.25
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    tokens, y = torch.randint(7, (5, 3)), torch.randint(3, (5,))
+    for rate in (0.25, 0.125):
+        before = dict(zip(dict(model.named_parameters()), values(model), strict=True))
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens), y).backward()
+        optimizer.step()
+        scheduler.step()
+        for name, p in model.named_parameters():
+            if name in plain:
+                torch.testing.assert_close(p.detach(), before[name] - rate * p.grad)
+            assert p.grad.abs().sum() == 0 or not torch.equal(p.detach(), before[name])
+    text = optimizer.describe()
+    assert "attention reads this weight" in text
+    assert "parametrised" in text
+    assert "no handler for Embedding" in text
+
+
+def test_a_groups_own_rate_beats_the_fallback_rate():
+    optimizer = kfc.KFC(Mixed(), fallback_lr=0.25, groups=[{"prefix": "embedding", "lr": 0.75}])
+    by_name = {n: g["lr"] for g in optimizer.param_groups for n in g["param_names"]}
+    assert by_name["embedding.weight"] == 0.75
+    assert by_name["scale"] == 0.25
+
+
+def test_a_subclass_with_its_own_forward_is_not_mistaken_for_its_base():
+    class Standardised(nn.Conv2d):
+        def forward(self, x):
+            return F.conv2d(x, self.weight - self.weight.mean(), self.bias)
+
+    class Renamed(nn.Linear):
+        pass
+
+    model = nn.Sequential(Standardised(1, 2, 3), nn.Flatten(), Renamed(32, 3))
+    optimizer = kfc.KFC(model)
+    train(model, optimizer)
+    assert set(optimizer.factors) == {"2"}
+    assert "forward of its own" in optimizer.describe()
+    patched = nn.Sequential(nn.Linear(3, 3))
+    patched[0].forward = lambda x: x
+    assert "0.weight" in kfc.KFC(patched).preconditioner.plan.plain
+
+
+def test_a_new_layer_type_is_one_class_and_one_registration():
+    class Transposed(nn.Module):
+        """A linear layer that stores its weight as (inputs, outputs)."""
+
+        def __init__(self, inputs, outputs):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs)
+            self.bias = nn.Parameter(torch.zeros(outputs))
+
+        def forward(self, x):
+            return x @ self.weight + self.bias
+
+    class TransposedHandler(kfc.layers.LinearHandler):
+        def weight_to_matrix(self, weight):
+            return weight.T.unsqueeze(0)
+
+        def weight_from_matrix(self, matrix):
+            return matrix.squeeze(0).T
+
+    @kfc.layers.handler_for.register
+    def _(module: Transposed) -> kfc.layers.Handler:
+        return TransposedHandler(module)
+
+    mine, stock = nn.Sequential(Transposed(5, 3)), nn.Sequential(nn.Linear(5, 3))
+    with torch.no_grad():
+        stock[0].weight.copy_(mine[0].weight.T)
+        stock[0].bias.copy_(mine[0].bias)
+    data = [(torch.randn(8, 5), torch.randint(3, (8,))) for _ in range(3)]
+    for model in (mine, stock):
+        train(model, kfc.KFC(model, seed=0), data=data)
+    torch.testing.assert_close(mine[0].weight.T, stock[0].weight)
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda e: 0.9**e),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda e: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 2]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 5),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=6),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(o, 1)]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_sets_the_step_length(name):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    optimizer = kfc.KFC(model, lr=1e-2, momentum=0.9, fisher_clip=None)
+    twin = copy.deepcopy(model)
+    plain = kfc.Preconditioner(twin, seed=torch.initial_seed())
+    scheduler = SCHEDULERS[name](optimizer)
+    velocity = [torch.zeros_like(p) for p in twin.parameters()]
+    for _ in range(4):
+        x, y = batch()
+        rate, momentum = (optimizer.param_groups[0][key] for key in ("lr", "momentum"))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        scheduler.step(1.0) if name == "ReduceLROnPlateau" else scheduler.step()
+        twin.zero_grad()
+        F.cross_entropy(twin(x), y).backward()
+        plain.step()
+        with torch.no_grad():
+            for p, v in zip(twin.parameters(), velocity, strict=True):
+                v.mul_(momentum).sub_(rate * p.grad)
+                p.add_(v)
+        torch.testing.assert_close(values(model), values(twin))
+
+
+def test_closure_and_step_hooks():
+    model, (x, y) = net(), batch()
+    optimizer = kfc.KFC(model)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def closure():
+        optimizer.zero_grad(set_to_none=False)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(10)]
+    assert losses[-1] < losses[0]
+    assert calls == ["before", "after"] * 10
+
+
+def test_preconditioner_drives_any_optimizer():
+    mine = net()
+    other = copy.deepcopy(mine)
+    data = [batch() for _ in range(4)]
+    train(mine, kfc.KFC(mine, lr=0.01, momentum=0.9, fisher_clip=None, seed=5), 4, data)
+    preconditioner = kfc.Preconditioner(other, seed=5)
+    sgd = torch.optim.SGD(other.parameters(), lr=0.01, momentum=0.9)
+    for x, y in data:
+        sgd.zero_grad()
+        F.cross_entropy(other(x), y).backward()
+        preconditioner.step()
+        sgd.step()
+    torch.testing.assert_close(values(mine), values(other))
+    assert preconditioner.diagnostics["step"] == 4
+
+
+def test_missing_gradients_leave_parameters_alone():
+    model, (x, y) = net(), batch()
+    optimizer = kfc.KFC(model, averaging_timescale=3)
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    model[0].weight.grad = model[0].bias.grad = model[5].bias.grad = None
+    before = values(model)
+    optimizer.step()
+    moved = [not torch.equal(a, b) for a, b in zip(before, values(model), strict=True)]
+    assert moved == [False, False, True, True, True, False]
+
+
+def test_a_step_without_a_forward_pass_is_an_error():
+    model = net()
+    optimizer = kfc.KFC(model)
+    with pytest.raises(RuntimeError, match="before any forward pass in training mode"):
+        optimizer.step()
+    x, y = batch()
+    model.eval()
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match=r"model\.train\(\)"):
+        optimizer.step()
+    model.train()
+    train(model, optimizer, 1)
+    with pytest.raises(RuntimeError, match="since the last one"):
+        optimizer.step()
+
+
+# Averages
+
+
+def test_averages_are_swapped_in_and_out():
+    model = net()
+    optimizer = kfc.KFC(model, averaging_timescale=2.0)
+    with optimizer.averaged_parameters():
+        pass
+    zeta, average = math.exp(-0.5), values(model)
+    for _ in range(4):
+        train(model, optimizer, 1)
+        average = [zeta * a + (1 - zeta) * p for a, p in zip(average, values(model), strict=True)]
+    own = values(model)
+
+    def evaluate_and_fail():
+        with optimizer.averaged_parameters():
+            with optimizer.averaged_parameters():
+                torch.testing.assert_close(values(model), average)
+            torch.testing.assert_close(values(model), average)
+            with pytest.raises(RuntimeError, match="averaged_parameters"):
+                optimizer.step()
+            raise KeyError("on purpose")
+
+    with pytest.raises(KeyError):
+        evaluate_and_fail()
+    for a, b in zip(values(model), own, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_averages_of_half_precision_parameters_are_wide():
+    model = net().bfloat16()
+    optimizer = kfc.KFC(model, averaging_timescale=1000.0)
+    data = [(batch()[0].bfloat16(), batch()[1]) for _ in range(3)]
+    train(model, optimizer, 3, data)
+    assert {s["average"].dtype for s in optimizer.state.values()} == {torch.float32}
+    with optimizer.averaged_parameters():
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_no_averages_without_a_timescale():
+    optimizer = kfc.KFC(net())
+    with (
+        pytest.raises(RuntimeError, match="averaging_timescale"),
+        optimizer.averaged_parameters(),
+    ):
+        pass
+
+
+# Clipping
+
+
+def test_clip_scales_the_update_to_the_limit():
+    model, (x, y) = net(), batch()
+    twin = copy.deepcopy(model)
+    before = values(model)
+    updates = []
+    for m, clip in ((model, None), (twin, 1e-3)):
+        optimizer = kfc.KFC(m, lr=0.1, momentum=0.0, fisher_clip=clip, weight_decay=0.1, seed=0)
+        F.cross_entropy(m(x), y).backward()
+        optimizer.step()
+        updates.append([a - b for a, b in zip(values(m), before, strict=True)])
+    diagnostics = optimizer.diagnostics
+    factor = diagnostics["clip_factor"]
+    assert factor == pytest.approx((1e-3 / diagnostics["fisher_norm"]) ** 0.5)
+    torch.testing.assert_close(updates[1], [factor * u for u in updates[0]], rtol=1e-3, atol=1e-5)
+
+
+def test_clip_uses_the_first_quarter_of_every_batched_argument():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.seen = nn.Linear(3, 2), []
+
+        def forward(self, x, table, *, extra):
+            self.seen.append((len(x), len(table), len(extra["shift"])))
+            return self.layer(x + extra["shift"]) + table.sum()
+
+    model = Two()
+    optimizer = kfc.KFC(model)
+    extra = {"shift": torch.randn(9, 3), "name": "kept"}
+    model(torch.randn(9, 3), torch.randn(4), extra=extra).sum().backward()
+    optimizer.step()
+    assert model.seen == [(9, 4, 9), (3, 4, 3)]
+
+
+def test_batch_norm_clips_on_two_examples_at_least():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = kfc.KFC(model)
+    F.cross_entropy(model(torch.randn(4, 3)), torch.zeros(4, dtype=torch.long)).backward()
+    optimizer.step()
+    assert optimizer.diagnostics["clip_evaluations"] == 1
+
+
+def test_clip_period_evaluates_every_so_often():
+    model = net()
+    optimizer = kfc.KFC(model, clip_period=3)
+    counts = []
+    for _ in range(7):
+        train(model, optimizer, 1)
+        counts.append(optimizer.diagnostics["clip_evaluations"])
+    assert counts == [1, 1, 1, 2, 2, 2, 3]
+
+
+def test_adaptive_clip_skips_only_what_cannot_matter():
+    """The exact norm follows the estimate by a drifting ratio; every crossing must be seen."""
+    clip, limit = FisherClip(0.3, None), 0.3
+    generator = torch.Generator().manual_seed(0)
+    missed = fired = 0
+    for k in range(2000):
+        noise = float(torch.rand((), generator=generator))
+        ratio = 1.5 + math.sin(k / 300)
+        estimate = (0.5 if k % 700 < 100 else 0.02) * (0.5 + noise)
+        exact = ratio * estimate * (0.9 + 0.2 * noise)
+        evaluations = clip.evaluations
+        factor = clip.shorten(estimate, lambda exact=exact: exact)
+        if exact > limit:
+            fired += 1
+            missed += clip.evaluations == evaluations
+            assert factor == pytest.approx((limit / exact) ** 0.5)
+    assert fired > 100
+    assert missed == 0
+    assert clip.evaluations < 700
+
+
+# Precision and bad batches
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inverse", ["factored", "eigen"])
+def test_half_precision_parameters(dtype, inverse):
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).to(dtype)
+    optimizer = kfc.KFC(model, inverse=inverse)
+    data = [(x.to(dtype), y) for x, y in [batch()] * 10]
+    first = train(model, optimizer, 1, data)
+    last = train(model, optimizer, 10, data)
+    assert last < first
+    assert {f.activation.dtype for f in optimizer.factors.values()} == {torch.float32}
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("fisher", ["sampled", "empirical"])
+def test_bfloat16_autocast(fisher):
+    model, (x, y) = net(), batch()
+    optimizer = kfc.KFC(model, fisher=fisher)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    factors = optimizer.factors["0"]
+    assert factors.activation.dtype == factors.derivative.dtype == torch.float32
+
+
+def scaled_run(fisher: str, enabled: bool, unscale: bool):
+    torch.manual_seed(0)
+    model = net().double()
+    optimizer = kfc.KFC(model, fisher=fisher, seed=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+    for _ in range(3):
+        x, y = batch()
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(x.double()), y)).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return values(model)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("fisher", ["sampled", "empirical"])
+def test_grad_scaler_changes_nothing(fisher, unscale):
+    plain = scaled_run(fisher, False, False)
+    if fisher == "empirical" and unscale:
+        with pytest.raises(RuntimeError, match="unscale_"):
+            scaled_run(fisher, True, True)
+        return
+    torch.testing.assert_close(scaled_run(fisher, True, unscale), plain)
+
+
+def test_grad_scaler_overflow_skips_the_step_quietly():
+    model = net()
+    optimizer = kfc.KFC(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
+    before = values(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x, y = batch()
+        scaler.scale(1e6 * F.cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.diagnostics["skipped_steps"] == 1
+    assert scaler.get_scale() < 1e38
+    for a, b in zip(before, values(model), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("fisher", ["sampled", "exact", "empirical"])
+@pytest.mark.parametrize("when", ["statistics due", "not due"])
+def test_a_bad_batch_poisons_nothing(bad, fisher, when):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 5), nn.Tanh(), nn.Linear(5, 3))
+    period = 1 if when == "statistics due" else 100
+    optimizer = kfc.KFC(
+        model, fisher=fisher, statistics_period=period, inverse_period=1, averaging_timescale=5
+    )
+    train(model, optimizer, 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    before = values(model)
+    x, y = batch()
+    x[3, 0, 2, 2] = bad
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, 2, [(x, y), (x, y)])
+    assert len([w for w in caught if "skipped" in str(w.message)]) == 1
+    assert optimizer.diagnostics["skipped_steps"] == 2
+    assert optimizer.diagnostics["step"] == 2
+    for a, b in zip(before, values(model), strict=True):
+        assert torch.equal(a, b)
+    after = optimizer.state_dict()
+    for part in ("state", "clip"):
+        torch.testing.assert_close(after[part], state[part])
+    for name, layer in after["preconditioner"]["curvature"]["layers"].items():
+        saved = state["preconditioner"]["curvature"]["layers"][name]
+        torch.testing.assert_close(layer["running"], saved["running"], rtol=0, atol=0)
+        torch.testing.assert_close(layer["inverse"], saved["inverse"], rtol=0, atol=0)
+    train(model, optimizer, 2)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_a_bad_first_batch_is_skipped_too():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    optimizer = kfc.KFC(model)
+    x, y = batch()
+    with pytest.warns(UserWarning, match="step 1 was skipped"):
+        train(model, optimizer, 1, [(x * math.nan, y)])
+    assert optimizer.factors == {}
+    train(model, optimizer, 2)
+    assert optimizer.diagnostics["step"] == 2
+
+
+def test_a_non_finite_factor_is_refused_and_recovers():
+    model = net()
+    optimizer = kfc.KFC(model, statistics_period=2, inverse_period=1)
+    train(model, optimizer, 2)
+    optimizer.factors["0"].activation.fill_(math.nan)
+    inverse = optimizer.preconditioner.curvature.layers["0"].inverse
+    with pytest.warns(UserWarning, match="layer '0'"):
+        train(model, optimizer, 1)
+    assert optimizer.preconditioner.curvature.layers["0"].inverse is inverse
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    train(model, optimizer, 1)
+    assert torch.isfinite(optimizer.factors["0"].activation).all()
+    assert optimizer.preconditioner.curvature.layers["0"].inverse is not inverse
+
+
+def test_a_non_finite_norm_skips_the_step():
+    class Exploding(nn.Linear):
+        broken = False
+
+        def forward(self, x):
+            # In the clip's forward pass alone the output is not finite.
+            out = super().forward(x)
+            return out * math.nan if self.broken and len(x) < 8 else out
+
+    model = nn.Sequential(nn.Linear(3, 3), Exploding(3, 2))
+    optimizer = kfc.KFC(model, clip_period=1)
+    data = [(torch.randn(8, 3), torch.randint(2, (8,)))] * 2
+    train(model, optimizer, 2, data)
+    model[1].broken = True
+    before = values(model)
+    with pytest.warns(UserWarning, match="skipped"):
+        train(model, optimizer, 1, data)
+    for a, b in zip(before, values(model), strict=True):
+        assert torch.equal(a, b)
+
+
+# Learning
+
+
+def test_it_learns_the_digits_faster_than_sgd():
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    x = torch.tensor(digits.images, dtype=torch.float32)[:1024, None] / 16
+    y = torch.tensor(digits.target)[:1024]
+    losses = {}
+    for name in ("kfc", "sgd"):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(128, 10),
+        )
+        optimizer = (
+            kfc.KFC(model, lr=0.01)
+            if name == "kfc"
+            else torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+        )
+        for _ in range(3):
+            train(model, optimizer, 8, list(zip(x.split(128), y.split(128), strict=True)))
+        losses[name] = float(F.cross_entropy(model(x), y))
+    assert losses["kfc"] < losses["sgd"] / 2
