@@ -27,6 +27,7 @@ ROOMS = [
     "optimizers",
     "experiments",
     "report",
+    "cli",
 ]
 
 

@@ -175,7 +175,7 @@ class Capture:
         session.calls.append(Call(name, get_gradient_edge(output), kept))
         if self._during_backward:
             hook = partial(_take_derivative, session, statistics, kept)
-            output.register_hook(hook)  # type: ignore[no-untyped-call]
+            output.register_hook(hook)
 
     def _after_model(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         session, running = self._session, self._running

@@ -116,13 +116,13 @@ def _dual_run(
             state[name] = primal if tangent is None else _dual(primal, tangent)
         result = _run(model, state, call)
         selected = select_output(result, output)
-        outputs, change = forward_ad.unpack_dual(selected)  # type: ignore[no-untyped-call]
+        outputs, change = forward_ad.unpack_dual(selected)
         # Leaving the level takes the tangents off the graph, so that a backward is a plain one.
         return outputs, torch.zeros_like(outputs) if change is None else change.clone()
 
 
 def _dual(primal: Tensor, tangent: Tensor) -> Tensor:
-    dual: Tensor = forward_ad.make_dual(primal, tangent.to(primal))  # type: ignore[no-untyped-call]
+    dual: Tensor = forward_ad.make_dual(primal, tangent.to(primal))
     return dual
 
 

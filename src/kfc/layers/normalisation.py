@@ -170,7 +170,7 @@ class InstanceNormHandler(_ChannelSecond):
         return super().channel_rows(self._with_batch(values))
 
     def _with_batch(self, values: Tensor) -> Tensor:
-        unbatched = self.module._get_no_batch_dim()  # type: ignore[no-untyped-call]
+        unbatched = self.module._get_no_batch_dim()
         return values.unsqueeze(0) if values.dim() == unbatched else values
 
 

@@ -1,0 +1,56 @@
+# The two commands a newcomer needs are `make demo` and `make test`. Both make .venv themselves.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-slow coverage lint types check docs clean
+
+demo: $(VENV)/.demo
+	$(BIN)/kfc demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -q
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m slow
+
+coverage: $(VENV)/.dev
+	$(BIN)/python -m pytest -q --cov --cov-report=term-missing --cov-fail-under=95
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+# What CI runs.
+check: lint types test
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) runs site
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and by itself: an unpinned torch, asked for by another package, brings all of CUDA.
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	touch $@
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	$(PIP) -e ".[experiments]"
+	touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.torch
+	$(PIP) -e ".[dev]"
+	touch $@
+
+$(VENV)/.docs: pyproject.toml $(VENV)/.torch
+	$(PIP) -e ".[dev,docs]"
+	touch $@

@@ -1,0 +1,1 @@
+"""Experiments: data, networks and the training loop that the command line runs."""
