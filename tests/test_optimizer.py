@@ -144,6 +144,39 @@ def test_other_parameters_follow_the_plain_gradient_in_a_group_of_their_own():
     assert "no handler for Embedding" in text
 
 
+def test_describe_names_every_parameter(capsys):
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = kfc.KFC(model, max_factor_size=30)
+    text = optimizer.describe()
+    assert capsys.readouterr().out.strip() == text
+    rows = {line.split()[0]: line for line in text.splitlines()}
+    assert "frozen" in rows["0.weight"]
+    assert "channel blocks" in rows["1.weight"]
+    assert "4x2x2" in rows["1.weight"]
+    assert "37, 3x3" in rows["5.weight"]
+    assert "activation factor wider than 30: diagonal only" in rows["5.weight"]
+    assert set(rows) >= {name for name, _ in model.named_parameters()}
+    huge = nn.Sequential(*[nn.Linear(8000, 8000, device="meta") for _ in range(2)])
+    assert "GiB" in kfc.KFC(huge).describe()
+
+
+def test_blocks_and_factors_are_apart():
+    model = net()
+    optimizer = kfc.KFC(model)
+    train(model, optimizer, 1)
+    assert set(optimizer.factors) == {"0", "5"}
+    assert set(optimizer.blocks) == {"1"}
+    assert optimizer.blocks["1"].shape == (4, 2, 2)
+
+
+def test_outputs_without_a_graph_give_no_statistics():
+    model = nn.Linear(3, 2)
+    preconditioner = kfc.Preconditioner(model, output=lambda out: out.detach())
+    model(torch.randn(4, 3))
+    assert not preconditioner.curvature.pending
+
+
 def test_a_groups_own_rate_beats_the_fallback_rate():
     optimizer = kfc.KFC(Mixed(), fallback_lr=0.25, groups=[{"prefix": "embedding", "lr": 0.75}])
     by_name = {n: g["lr"] for g in optimizer.param_groups for n in g["param_names"]}

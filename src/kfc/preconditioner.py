@@ -311,7 +311,7 @@ class Preconditioner:
         selected = select_output(output, self._output)
         self.likelihood.validate(selected)
         self.last_call, self.last_examples = call, selected.shape[0]
-        if session is None or not session.calls:
+        if session is None or not session.calls or not selected.requires_grad:
             return
         session.examples = selected.shape[0]
         if self.fisher == "empirical":
