@@ -36,6 +36,7 @@ import kfc
         ("averaging_timescale", math.nan),
         ("fallback_lr", -1.0),
         ("max_factor_size", 0),
+        ("seed", 1.5),
         ("likelihood", "poisson"),
         ("fisher", "true"),
         ("inverse", "qr"),

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import kfc
+from kfc.capture import Session
 
 
 def net(inplace: bool = False) -> nn.Sequential:
@@ -35,6 +37,10 @@ def pending(preconditioner) -> bool:
 
 def count_hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def live_sessions() -> int:
+    return sum(isinstance(o, Session) for o in gc.get_objects())
 
 
 def test_nothing_is_gathered_in_eval_mode_or_without_gradients():
@@ -177,6 +183,125 @@ def test_empirical_scale_over_locations():
     torch.testing.assert_close(preconditioner.factors["0"].derivative, rows.T @ rows / 20)
 
 
+@pytest.mark.parametrize("kind", ["sampled", "empirical"])
+def test_no_session_outlives_its_step(kind):
+    model = net()
+    optimizer = kfc.KFC(model, fisher=kind, statistics_period=1)
+    for _ in range(3):
+        x, y = batch()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    gc.collect()
+    assert live_sessions() == 0
+
+
+@pytest.mark.parametrize("kind", ["exact", "empirical"])
+@pytest.mark.parametrize("reduction", ["mean", "batchmean", "sum"])
+def test_accumulated_micro_batches_have_the_whole_batchs_factors(kind, reduction):
+    model, (x, y) = net().double(), batch(9)
+    x = x.double()
+
+    def loss(part):
+        value = F.cross_entropy(model(x[part]), y[part], reduction="sum")
+        return value if reduction == "sum" else value / 9
+
+    found = []
+    for parts in ([slice(0, 9)], [slice(0, 4), slice(4, 6), slice(6, 9)]):
+        likelihood = kfc.Categorical(reduction)
+        preconditioner = kfc.Preconditioner(model, fisher=kind, likelihood=likelihood)
+        model.zero_grad()
+        for part in parts:
+            loss(part).backward()
+        preconditioner.step()
+        preconditioner.close()
+        found.append(preconditioner.factors)
+    torch.testing.assert_close(*found)
+
+
+def test_a_call_whose_output_is_not_used_does_not_count():
+    class Wasteful(nn.Module):
+        def __init__(self, waste):
+            super().__init__()
+            self.layer, self.waste = nn.Linear(3, 2), waste
+
+        def forward(self, x):
+            if self.waste:
+                self.layer(x)
+            return self.layer(x)
+
+    x = torch.randn(5, 3)
+    found = []
+    for waste in (False, True):
+        torch.manual_seed(0)
+        model = Wasteful(waste)
+        preconditioner = kfc.Preconditioner(model, fisher="exact")
+        model(x).sum().backward()
+        preconditioner.step()
+        found.append(preconditioner.factors["layer"])
+    torch.testing.assert_close(*found)
+
+
+def test_estimates_are_of_the_given_batches_alone():
+    model, x = nn.Linear(4, 3), torch.randn(8, 4)
+    optimizer = kfc.KFC(model)
+    model(100 * torch.randn(8, 4))  # a forward pass that no step followed
+    optimizer.estimate_factors([x])
+    rows = torch.cat([torch.ones(8, 1), x], dim=1)
+    torch.testing.assert_close(optimizer.factors[""].activation, rows.T @ rows / 8)
+
+
+def test_estimates_restore_buffers_that_are_replaced_and_take_streams():
+    class Counting(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 3)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count = self.count + 1
+            return super().forward(x)
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([(torch.randn(4), 0) for _ in range(6)])
+
+    model = nn.Sequential(Counting(), nn.Linear(3, 3))
+    seen = []
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=2)
+    kfc.KFC(model).estimate_factors(loader, progress=lambda *now: seen.append(now))
+    assert seen == [(1, None), (2, None), (3, None)]
+    assert model[0].count == 0
+
+
+def test_evaluation_in_another_thread_does_not_disturb():
+    class Slow(nn.Linear):
+        pause = None
+
+        def forward(self, x):
+            out = super().forward(x)
+            if self.pause:
+                self.pause()
+            return out
+
+    model = nn.Sequential(nn.Linear(3, 3), Slow(3, 2), nn.Linear(2, 2))
+    optimizer = kfc.KFC(model)
+
+    def evaluate():
+        def run():
+            model[1].pause = None
+            with torch.no_grad():
+                model(torch.randn(2, 3))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    model[1].pause = evaluate
+    F.cross_entropy(model(torch.randn(4, 3)), torch.zeros(4, dtype=torch.long)).backward()
+    optimizer.step()
+    assert set(optimizer.factors) == {"0", "2"}
+
+
 def test_an_unfinished_empirical_forward_leaves_nothing():
     model, (x, y) = net(), batch()
     preconditioner = kfc.Preconditioner(model, fisher="empirical")
@@ -307,7 +432,8 @@ def test_an_error_in_the_forward_pass_leaves_nothing_behind():
     preconditioner = kfc.Preconditioner(model)
     with pytest.raises(ArithmeticError):
         model(torch.randn(4, 3))
-    assert preconditioner._capture._session is None
+    gc.collect()
+    assert not live_sessions()
     model.fail = False
     x = torch.randn(4, 3)
     model(x).sum().backward()

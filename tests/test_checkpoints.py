@@ -105,6 +105,50 @@ def test_an_incomplete_state_dict_is_refused(key):
         optimizer.load_state_dict([])
 
 
+def paths_of(value, path=()):
+    """The path of every key in nested dicts."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield (*path, key)
+            yield from paths_of(inner, (*path, key))
+
+
+def test_every_missing_part_is_refused_before_anything_changes():
+    source = trained(net())
+    optimizer = trained(net(), steps=3)
+    before = snapshot(optimizer)
+    # A parameter may lack momentum or an average, if it had no gradient yet; a norm layer's only
+    # inverse, if it was never due.
+    paths = [
+        path
+        for path in paths_of(source.state_dict())
+        if (path[0] != "state" or len(path) == 1) and path[-2:] != ("inverse", "inverse")
+    ]
+    assert len(paths) > 30
+    for path in paths:
+        state = source.state_dict()
+        inner = state
+        for key in path[:-1]:
+            inner = inner[key]
+        del inner[path[-1]]
+        try:
+            optimizer.load_state_dict(state)
+        except ValueError:
+            continue
+        pytest.fail(f"a state dict without {path} was loaded")
+    after = snapshot(optimizer)
+    for path, value in before.items():
+        same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
+        assert same(value, after[path]), path
+
+
+def test_momentum_of_another_shape_is_refused():
+    state = trained(net()).state_dict()
+    state["state"][0]["momentum_buffer"] = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"0\.weight: momentum_buffer"):
+        trained(net()).load_state_dict(state)
+
+
 def test_a_truncated_file_is_an_error_before_anything_changes(tmp_path):
     optimizer = trained(net())
     path = tmp_path / "checkpoint.pt"

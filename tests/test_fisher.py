@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 import kfc
 from reference import (
@@ -188,6 +189,56 @@ def test_attention_runs_on_its_math_kernel():
     form = kfc.fisher.quadratic_form(model, inputs, vector, likelihood="gaussian")
     dense = exact_fisher(model, inputs, squared_error)
     torch.testing.assert_close(form, flat(vector) @ dense @ flat(vector))
+
+
+def test_attention_in_evaluation_mode():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    inputs = torch.randn(2, 3, 8)
+    vector = random_vector(model)
+    form = kfc.fisher.quadratic_form(model, inputs, vector, likelihood="gaussian")
+    product = kfc.fisher.vector_product(model, inputs, vector, likelihood="gaussian")
+    torch.testing.assert_close(form, flat(product) @ flat(vector))
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_checkpointed_models():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model, inputs = Checkpointed(), torch.randn(4, 3)
+    vector = random_vector(model)
+    plain = {name.removeprefix("inner."): v for name, v in vector.items()}
+    torch.testing.assert_close(
+        kfc.fisher.quadratic_form(model, inputs, vector),
+        kfc.fisher.quadratic_form(model.inner, inputs, plain),
+    )
+    with pytest.raises(RuntimeError, match="turn checkpointing off"):
+        kfc.fisher.vector_product(model, inputs, vector)
+
+
+def test_custom_functions_without_forward_mode_are_named():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * x
+
+        @staticmethod
+        def backward(ctx, derivative):
+            return derivative
+
+    class Custom(nn.Linear):
+        def forward(self, x):
+            return Square.apply(super().forward(x))
+
+    model = Custom(3, 2)
+    with pytest.raises(RuntimeError, match="fisher_clip=None"):
+        kfc.fisher.quadratic_form(model, torch.randn(2, 3), random_vector(model))
 
 
 def test_operations_without_forward_mode_are_named():

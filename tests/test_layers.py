@@ -468,6 +468,124 @@ def test_frames_folded_into_the_batch_are_locations():
     torch.testing.assert_close(one.blocks["norm"], other.blocks["norm"])
 
 
+@pytest.mark.parametrize("size", [7, 8])
+def test_transposed_convolution_with_an_output_size(size):
+    class Upsample(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.ConvTranspose2d(2, 1, 3, stride=2, padding=1)
+
+        def forward(self, x):
+            return self.up(output_size=[size, size], input=x).flatten(1)
+
+    model, inputs = Upsample(), torch.randn(3, 2, 4, 4)
+    factors = gathered(model, inputs).factors["up"]
+    stock = nn.ConvTranspose2d(2, 1, 3, stride=2, padding=1, output_padding=size - 7)
+    stock.load_state_dict(model.up.state_dict())
+    torch.testing.assert_close(factors.activation, activation_factor(stock, inputs)[0])
+    assert factors.activation[0, 0] == size**2
+
+
+def test_exact_factors_behind_batch_normalisation():
+    """Examples see each other there: the targets of each are independent all the same."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+    inputs = torch.randn(4, 4)
+    preconditioner = gathered(model, inputs)
+    output = model[0](inputs)
+    expected = derivative_factor(model[1:], output, cross_entropy(), channels_last=True)[0]
+    torch.testing.assert_close(preconditioner.factors["0"].derivative, expected)
+    wide = nn.Sequential(nn.Linear(4, 300), nn.BatchNorm1d(300))
+    refused = kfc.Preconditioner(wide, fisher="exact")
+    with pytest.raises(ValueError, match="behind batch normalisation"):
+        wide(torch.randn(8, 4))
+    refused.close()
+
+
+class SharedNorm(nn.Module):
+    """A normalisation layer on examples and on something that all examples share."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.latent = nn.LayerNorm(3), nn.Parameter(torch.randn(1, 2, 3))
+
+    def forward(self, x):
+        return (self.norm(x).tanh() + self.norm(self.latent).sin()).sum(1)
+
+
+class SequenceFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(3)
+
+    def forward(self, x):
+        return self.norm(x.transpose(0, 1)).tanh().sum(0)
+
+
+class UnevenRows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(3)
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        return (self.norm(rows[:5]).sum() + self.norm(rows[:7]).sin().sum()) + x.sum(1)
+
+
+def test_norm_blocks_of_shared_rows_are_the_enumerations():
+    model, inputs = SharedNorm(), torch.randn(4, 2, 3)
+    block = gathered(model, inputs).blocks["norm"]
+    x_hat = nn.functional.layer_norm(inputs, (3,))
+    shared_hat = nn.functional.layer_norm(model.latent.detach(), (3,))
+    expected = torch.zeros(3, 2, 2)
+    for hats, function in ((x_hat, torch.tanh), (shared_hat.expand(4, 2, 3), torch.sin)):
+        # d outputs_c / d (scale_c, shift_c), through this use alone; other channels have none.
+        slope = torch.func.vmap(torch.func.vmap(torch.func.vmap(torch.func.grad(function))))(hats)
+        gradient = torch.stack([(slope * hats).sum(1), slope.sum(1)], dim=-1)
+        p = model(inputs).detach().softmax(1)
+        expected += torch.einsum("nc,nci,ncj->cij", p * (1 - p), gradient, gradient) / 4
+    # The uses are called one by one: what they have in common is left out where rows are shared.
+    torch.testing.assert_close(block, expected)
+
+
+def test_norm_blocks_with_sequences_first():
+    model, inputs = SequenceFirst(), torch.randn(4, 3, 3)
+
+    class BatchFirst(SequenceFirst):
+        def forward(self, x):
+            return self.norm(x).tanh().sum(1)
+
+    other = BatchFirst()
+    torch.testing.assert_close(
+        gathered(model, inputs).blocks["norm"], gathered(other, inputs).blocks["norm"]
+    )
+
+
+def test_norm_calls_of_different_row_counts_do_not_fail():
+    block = gathered(UnevenRows(), torch.randn(4, 2, 3)).blocks["norm"]
+    assert torch.isfinite(block).all()
+
+
+def test_tied_batch_norms_with_statistics_of_their_own_fall_back():
+    first, second = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    second.weight, second.bias = first.weight, first.bias
+    optimizer = kfc.KFC(nn.Sequential(first, nn.Tanh(), second))
+    assert set(optimizer.preconditioner.plan.plain) == {"0.weight", "0.bias"}
+
+
+def test_a_handler_needs_a_weight():
+    class Kernel(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kernel = nn.Parameter(torch.zeros(2))
+
+    @kfc.layers.handler_for.register
+    def _(module: Kernel) -> kfc.layers.Handler:
+        return kfc.layers.LinearHandler(module)
+
+    with pytest.raises(ValueError, match="no parameter called 'weight'"):
+        kfc.KFC(nn.Sequential(Kernel()))
+
+
 def test_layers_may_be_called_by_keyword():
     class Keyword(nn.Module):
         def __init__(self):

@@ -315,6 +315,63 @@ def test_preconditioner_drives_any_optimizer():
     assert preconditioner.diagnostics["step"] == 4
 
 
+def test_preconditioner_leaves_frozen_parameters_and_bad_batches_alone():
+    model, (x, y) = net(), batch()
+    preconditioner = kfc.Preconditioner(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    for frozen in ([], [model[5].bias], [model[0].weight, model[0].bias]):
+        for p in frozen:
+            p.requires_grad_(False)
+        sgd.zero_grad(set_to_none=False)  # leaves zeros on what is frozen
+        F.cross_entropy(model(x), y).backward()
+        assert preconditioner.step()
+        sgd.step()
+    before = values(model)
+    sgd.zero_grad()
+    F.cross_entropy(model(x * math.nan), y).backward()
+    with pytest.warns(UserWarning, match="skipped"):
+        assert not preconditioner.step()
+    sgd.step()
+    for a, b in zip(before, values(model), strict=True):
+        assert torch.equal(a, b)
+    embedding = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 2))
+    preconditioner = kfc.Preconditioner(embedding)
+    embedding(torch.randint(5, (4, 2))).sum().backward()
+    with pytest.raises(ValueError, match="sparse=False"):
+        preconditioner.step()
+
+
+def test_step_inside_autocast_is_as_precise_as_outside():
+    results = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        model, (x, y) = net(), batch()
+        optimizer = kfc.KFC(model, seed=1)
+        F.cross_entropy(model(x), y).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            optimizer.step()
+        results.append(values(model))
+    torch.testing.assert_close(*results)
+
+
+def test_a_changed_dtype_goes_on():
+    model = net()
+    optimizer = kfc.KFC(model, statistics_period=1)
+    train(model, optimizer, 2)
+    state = optimizer.state_dict()
+    model.double()
+    optimizer.zero_grad()
+    x, y = batch()
+    F.cross_entropy(model(x.double()), y).backward()
+    optimizer.step()
+    assert optimizer.factors["0"].activation.dtype == torch.float64
+    other = net().double()
+    resumed = kfc.KFC(other)
+    resumed.load_state_dict(state)
+    F.cross_entropy(other(x.double()), y).backward()
+    resumed.step()
+
+
 def test_missing_gradients_leave_parameters_alone():
     model, (x, y) = net(), batch()
     optimizer = kfc.KFC(model, averaging_timescale=3)
@@ -373,6 +430,21 @@ def test_averages_are_swapped_in_and_out():
         assert torch.equal(a, b)
 
 
+def test_parameters_frozen_since_keep_their_averages():
+    model = net()
+    optimizer = kfc.KFC(model, averaging_timescale=2.0)
+    train(model, optimizer, 3)
+    model[0].requires_grad_(False)
+    train(model, optimizer, 1)
+    own = model[0].weight.detach().clone()
+    with optimizer.averaged_parameters():
+        assert not torch.equal(model[0].weight, own)
+        near = model[0].weight.detach().clone()
+    train(model, optimizer, 20)
+    with optimizer.averaged_parameters():
+        assert (model[0].weight - own).norm() < 0.01 * (near - own).norm()
+
+
 def test_averages_of_half_precision_parameters_are_wide():
     model = net().bfloat16()
     optimizer = kfc.KFC(model, averaging_timescale=1000.0)
@@ -427,6 +499,46 @@ def test_clip_uses_the_first_quarter_of_every_batched_argument():
     model(torch.randn(9, 3), torch.randn(4), extra=extra).sum().backward()
     optimizer.step()
     assert model.seen == [(9, 4, 9), (3, 4, 3)]
+
+
+def test_the_norm_of_a_summed_loss_is_the_whole_batchs():
+    """With four like quarters, a quarter tells all."""
+    norms = []
+    for fraction in (0.25, 1):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = kfc.KFC(
+            model, likelihood=kfc.Categorical("sum"), clip_fraction=fraction, seed=0, lr=1e-4
+        )
+        x, y = torch.randn(2, 3).repeat(4, 1), torch.zeros(8, dtype=torch.long)
+        F.cross_entropy(model(x), y, reduction="sum").backward()
+        optimizer.step()
+        norms.append(optimizer.diagnostics["fisher_norm"])
+    assert norms[0] == pytest.approx(norms[1])
+
+
+def test_an_argument_that_is_no_batch_is_explained():
+    class Masked(nn.Linear):
+        def forward(self, x, mask):
+            return super().forward(x) @ mask
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Masked(3, 4)
+
+        def forward(self, x, mask):
+            return self.inner(x, mask)
+
+    model = Outer()
+    x, mask = torch.randn(4, 3), torch.eye(4)
+    optimizer = kfc.KFC(model)
+    model(x, mask).sum().backward()
+    with pytest.raises(RuntimeError, match="clip_fraction=1"):
+        optimizer.step()
+    whole = kfc.KFC(model, clip_fraction=1)
+    model(x, mask).sum().backward()
+    whole.step()
 
 
 def test_batch_norm_clips_on_two_examples_at_least():
@@ -651,5 +763,5 @@ def test_it_learns_the_digits_faster_than_sgd():
         )
         for _ in range(3):
             train(model, optimizer, 8, list(zip(x.split(128), y.split(128), strict=True)))
-        losses[name] = float(F.cross_entropy(model(x), y))
+        losses[name] = F.cross_entropy(model(x), y).item()
     assert losses["kfc"] < losses["sgd"] / 2

@@ -49,11 +49,13 @@ class Call:
         edge: where the derivative with respect to the call's output arrives. The edge, not the
             tensor: after an in-place ReLU the tensor's derivative is silently another one.
         kept: what the layer's statistics keep of the inputs until then.
+        rows: the output's first dimension.
     """
 
     layer: str
     edge: GradientEdge
     kept: Any
+    rows: int
 
 
 @dataclass
@@ -65,7 +67,6 @@ class Session:
     calls: list[Call] = field(default_factory=list)
     without_gradient: set[str] = field(default_factory=set)
     examples: int = 0
-    derivative_scale: float = 1.0
     forward_seconds: float = 0.0
 
     def backward(self, output: Tensor, derivative: Tensor) -> None:
@@ -88,6 +89,10 @@ class Session:
     def end_draw(self) -> None:
         for statistics in self.statistics.values():
             statistics.end_draw()
+
+    def shares_rows(self) -> bool:
+        """Whether a layer ran on rows that do not belong to one example each."""
+        return any(call.rows % self.examples for call in self.calls)
 
     def moments(self) -> dict[str, tuple[Moment, ...]]:
         """By layer; empty for a layer that no derivative reached."""
@@ -133,8 +138,8 @@ class Capture:
         self._handlers = dict(handlers)
         self._listener = weakref.ref(listener)
         self._during_backward = during_backward
-        self._running = False
-        self._session: Session | None = None
+        # Of each thread its own: a model may be evaluated in one while another trains it.
+        self._thread = threading.local()
         self._handles: list[RemovableHandle] = []
         me = weakref.ref(self)
         self._add(model.register_forward_pre_hook, _Hook(me, "_before_model"))
@@ -149,37 +154,39 @@ class Capture:
         self._handles.append(register(hook, with_kwargs=True, **options))
 
     def _before_model(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        self._session, self._running = None, False
+        self._thread.running, self._thread.session = False, None
         listener = self._listener()
         if listener is None or not model.training or not _plain_gradients_enabled():
             return
-        self._running = True
+        self._thread.running = True
         wanted = listener.wanted_layers()
-        self._session = Session(wanted) if wanted else None
+        self._thread.session = Session(wanted) if wanted else None
 
     def _after_layer(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        session, handler = self._session, self._handlers[name]
+        session: Session | None = getattr(self._thread, "session", None)
+        handler = self._handlers[name]
         if session is None or name not in session.wanted or not handler.trained():
             return
         if not (isinstance(output, Tensor) and output.requires_grad):
             session.without_gradient.add(name)
             return
         statistics = session.statistics.setdefault(name, handler.statistics())
-        inputs = args[0] if args else next(iter(kwargs.values()))
+        inputs = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
         start = perf_counter()
         with torch.no_grad(), without_autocast(output.device):
-            kept = statistics.forward(inputs)
+            kept = statistics.forward(inputs, output)
         session.forward_seconds += perf_counter() - start
-        session.calls.append(Call(name, get_gradient_edge(output), kept))
+        session.calls.append(Call(name, get_gradient_edge(output), kept, output.shape[0]))
         if self._during_backward:
             hook = partial(_take_derivative, session, statistics, kept)
             output.register_hook(hook)
 
     def _after_model(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        session, running = self._session, self._running
-        self._session, self._running = None, False
+        session: Session | None = getattr(self._thread, "session", None)
+        running = getattr(self._thread, "running", False)
+        self._thread.running, self._thread.session = False, None
         listener = self._listener()
         failed = output is None and sys.exc_info()[0] is not None
         if listener is None or not running or failed:
@@ -224,8 +231,7 @@ def _nothing() -> None:
 def _take_derivative(session: Session, statistics: Statistics, kept: Any, value: Tensor) -> None:
     if session.examples:
         with torch.no_grad(), without_autocast(value.device):
-            wide = value.to(torch.promote_types(value.dtype, torch.float32))
-            statistics.backward(kept, wide * session.derivative_scale, session.examples)
+            statistics.backward(kept, value, session.examples)
 
 
 def _remove_all(handles: list[RemovableHandle]) -> None:

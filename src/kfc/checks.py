@@ -64,7 +64,7 @@ def raise_differences(
         raise ValueError(f"the state dict is from another model; its {what} differ:\n  {listed}")
 
 
-def require_keys(what: str, found: object, expected: Mapping[str, object]) -> None:
+def require_keys(what: str, found: object, expected: Iterable[str]) -> None:
     """Raise ``ValueError`` if a saved state lacks a part."""
     if not isinstance(found, Mapping):
         raise ValueError(f"the {what} must be a dict, got {type(found).__name__}")

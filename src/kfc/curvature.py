@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfc.checks import raise_differences
-from kfc.kronecker import trace
+from kfc.checks import raise_differences, require_choice, require_keys
+from kfc.kronecker import INVERSES, trace
 from kfc.layers import Handler, Moment, Plan
 from kfc.layers.base import Inverse
 
@@ -49,14 +49,25 @@ class Curvature:
 
     # Statistics
 
-    def add(self, moments: Mapping[str, tuple[Moment, ...]]) -> None:
-        """Micro-batches add up: each moment is weighted by what it is a mean over."""
+    def add(self, moments: Mapping[str, tuple[Moment, ...]], scale: float = 1.0) -> None:
+        """Micro-batches add up: each moment is weighted by what it is a mean over.
+
+        Args:
+            moments: by layer; empty for layers that no derivative reached.
+            scale: what the squares of derivatives are to be multiplied by.
+        """
         for name, new in moments.items():
+            if not new:
+                continue
+            new = _scaled(new, scale)
             old = self.pending.get(name)
-            if old is not None and new:
+            if old is not None:
                 new = tuple(a.plus(b) for a, b in zip(old, new, strict=True))
-            if new:
-                self.pending[name] = new
+            self.pending[name] = new
+
+    def scale_pending(self, scale: float) -> None:
+        """Multiply the squares of the pending derivatives."""
+        self.pending = {name: _scaled(moments, scale) for name, moments in self.pending.items()}
 
     def pending_traces(self) -> list[Tensor]:
         """Scalars that are finite just if the pending statistics are."""
@@ -73,8 +84,11 @@ class Curvature:
                 inverse = layer.inverse if layer.roles == roles else None
                 self.layers[name] = LayerCurvature(roles, means, inverse, layer.damping)
                 continue
-            for running, mean in zip(layer.running, means, strict=True):
-                running.lerp_(mean, 1 - decay)
+            # The model's dtype may have changed.
+            layer.running = tuple(
+                running.to(mean.dtype).lerp_(mean, 1 - decay)
+                for running, mean in zip(layer.running, means, strict=True)
+            )
         self.pending.clear()
 
     def replace_by_pending(self) -> None:
@@ -174,18 +188,29 @@ class Curvature:
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ``ValueError``, listing the differences, if the state is another model's."""
-        saved = state["layers"]
-        raise_differences("layers", _shapes(saved), self._expected_shapes(saved))
+        """Raise ``ValueError``, listing the differences, if the state is not this model's."""
+        require_keys("curvature state", state, ("inverse_kind", "layers"))
+        require_choice("the state's inverse_kind", state["inverse_kind"], tuple(INVERSES))
+        require_keys("curvature state's layers", state["layers"], ())
+        saved: dict[str, object] = {}
+        expected: dict[str, object] = {name: {} for name in self.handlers}
+        for name, entry in state["layers"].items():
+            require_keys(f"state of layer {name!r}", entry, LAYER_KEYS)
+            saved[name] = {}
+            # Statistics of a layer that was frozen or thawed since have another shape, and no use.
+            handler = self.handlers.get(name)
+            if handler is not None and tuple(entry["roles"]) == tuple(handler.trained()):
+                saved[name] = _saved_shapes(entry)
+                expected[name] = self._expected_shapes(handler, entry, state["inverse_kind"])
+        raise_differences("layers", saved, expected)
 
-    def _expected_shapes(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        shapes: dict[str, Any] = {}
-        for name, handler in self.handlers.items():
-            entry = saved.get(name) or {"roles": (), "running": ()}
-            # Statistics of a layer that was frozen or thawed since have another shape, unused.
-            usable = entry["running"] and tuple(entry["roles"]) == tuple(handler.trained())
-            shapes[name] = list(handler.shapes()) if usable else _entry_shapes(entry)
-        return shapes
+    def _expected_shapes(
+        self, handler: Handler, entry: Mapping[str, Any], kind: str
+    ) -> dict[str, Any]:
+        return {
+            "running": list(handler.shapes()) if entry["running"] else [],
+            "inverse": handler.inverse_shapes(kind) if entry["inverse"] else {},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Call ``check_state`` first."""
@@ -198,7 +223,7 @@ class Curvature:
         self, handler: Handler, entry: Mapping[str, Any], same_kind: bool
     ) -> LayerCurvature:
         def own(tensor: Tensor) -> Tensor:
-            return tensor.to(handler.weight.device, copy=True)
+            return tensor.to(handler.weight.device, handler.dtype, copy=True)
 
         inverse = None
         if entry["inverse"] and same_kind:
@@ -206,6 +231,17 @@ class Curvature:
             inverse = handler.restore_inverse(tensors, self.inverse_kind)
         running = tuple(own(tensor) for tensor in entry["running"]) or None
         return LayerCurvature(tuple(entry["roles"]), running, inverse, entry["damping"])
+
+
+LAYER_KEYS = ("roles", "running", "inverse", "damping")
+
+
+def _scaled(moments: tuple[Moment, ...], scale: float) -> tuple[Moment, ...]:
+    """A layer's last moment is the one made of derivatives, squared."""
+    if scale == 1:
+        return moments
+    *others, last = moments
+    return (*others, Moment(last.total * scale, last.weight))
 
 
 def _save(layer: LayerCurvature) -> dict[str, Any]:
@@ -218,9 +254,8 @@ def _save(layer: LayerCurvature) -> dict[str, Any]:
     }
 
 
-def _shapes(saved: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _entry_shapes(entry) for name, entry in saved.items()}
-
-
-def _entry_shapes(entry: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    return [tuple(tensor.shape) for tensor in entry["running"]]
+def _saved_shapes(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "running": [tuple(tensor.shape) for tensor in entry["running"]],
+        "inverse": {key: tuple(tensor.shape) for key, tensor in entry["inverse"].items()},
+    }

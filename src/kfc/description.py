@@ -12,7 +12,7 @@ from kfc.layers import Plan
 HEADER = ("parameter", "shape", "treatment", "factors", "memory", "why")
 
 
-def describe_layers(model: nn.Module, plan: Plan) -> str:
+def describe_layers(model: nn.Module, plan: Plan, inverse_kind: str) -> str:
     """One row per parameter: its treatment, its layer's factor shapes and memory, and the reason.
 
     A layer's factors and their memory (running averages and inverses) stand on its first row.
@@ -34,7 +34,8 @@ def describe_layers(model: nn.Module, plan: Plan) -> str:
                 continue
             counted.add(layer)
             shapes = handler.shapes()
-            memory = 2 * sum(map(prod, shapes)) * handler.dtype.itemsize
+            kept = [*shapes, *handler.inverse_shapes(inverse_kind).values()]
+            memory = sum(map(prod, kept)) * handler.dtype.itemsize
             total += memory
             factors = ", ".join(_shape(s[1:] if s[0] == 1 else s) for s in shapes)
             kind = type(handler.module).__name__

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointError
 
 from kfc.capture import ModelCall, suspended
 from kfc.likelihoods import Likelihood, resolve_likelihood
@@ -55,9 +56,15 @@ def vector_product(
         outputs, change = _dual_run(model, _call(inputs), tangents, leaves, output)
         distribution.validate(outputs)
         pulled = distribution.fisher_product(outputs.detach(), change.detach())
-        products = torch.autograd.grad(
-            outputs, list(leaves.values()), pulled.to(outputs.dtype), allow_unused=True
-        )
+        try:
+            products = torch.autograd.grad(
+                outputs, list(leaves.values()), pulled.to(outputs.dtype), allow_unused=True
+            )
+        except CheckpointError as error:
+            raise RuntimeError(
+                "vector_product cannot go backward through torch.utils.checkpoint, which runs the "
+                "model again without its tangents; turn checkpointing off for it"
+            ) from error
     filled = [
         torch.zeros_like(leaf) if product is None else product.detach()
         for leaf, product in zip(leaves.values(), products, strict=True)
@@ -106,8 +113,7 @@ def _dual_run(
         stack.enter_context(suspended())
         stack.enter_context(_forked_random_state(model))
         stack.enter_context(forward_ad.dual_level())
-        # The fused attention kernels have no forward mode.
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(_attention_with_forward_mode())
         if call.autocast is not None:
             stack.enter_context(torch.autocast(call.autocast[0], dtype=call.autocast[1]))
         for name, parameter in model.named_parameters():
@@ -129,8 +135,8 @@ def _dual(primal: Tensor, tangent: Tensor) -> Tensor:
 def _run(model: nn.Module, state: dict[str, Tensor], call: ModelCall) -> Any:
     try:
         return functional_call(model, state, call.args, call.kwargs)
-    except NotImplementedError as error:
-        if "forward AD" not in str(error):
+    except (NotImplementedError, RuntimeError) as error:
+        if not any(words in str(error) for words in ("forward AD", "forward mode AD")):
             raise
         raise RuntimeError(
             "exact Fisher products need forward-mode differentiation, which an operation of this "
@@ -150,6 +156,18 @@ def select_output(result: Any, output: Output | None) -> Tensor:
             "output=lambda out: out[0]"
         )
     return selected
+
+
+@contextmanager
+def _attention_with_forward_mode() -> Iterator[None]:
+    """Neither the fused attention kernels nor the fused encoder layers have a forward mode."""
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
 @contextmanager

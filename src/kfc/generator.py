@@ -25,6 +25,7 @@ class OwnGenerator:
             self._generator = torch.Generator(device).manual_seed(self.seed)
             if self._to_restore is not None and self._to_restore[0] == device.type:
                 self._generator.set_state(self._to_restore[1])
+            self._to_restore = None
         return self._generator
 
     def state_dict(self) -> dict[str, Any]:

@@ -81,6 +81,13 @@ class KroneckerInverse(ABC):
     def of(cls, factors: Factors, damping: float) -> KroneckerInverse:
         """The inverse of the block with these factors, damped by δ."""
 
+    @classmethod
+    @abstractmethod
+    def shapes(
+        cls, activation: tuple[int, ...], derivative: tuple[int, ...]
+    ) -> dict[str, tuple[int, ...]]:
+        """The shapes of ``tensors``, from those of the factors."""
+
     @abstractmethod
     def apply(self, gradient: Tensor) -> Tensor:
         """The inverse times a gradient (groups, m, n)."""
@@ -93,6 +100,12 @@ class FactoredInverse(KroneckerInverse):
     def of(cls, factors: Factors, damping: float) -> FactoredInverse:
         activation, derivative = invert_shifted(factors, damping_shifts(factors, damping))
         return cls({"activation": activation, "derivative": derivative})
+
+    @classmethod
+    def shapes(
+        cls, activation: tuple[int, ...], derivative: tuple[int, ...]
+    ) -> dict[str, tuple[int, ...]]:
+        return {"activation": activation, "derivative": derivative}
 
     def apply(self, gradient: Tensor) -> Tensor:
         return times(
@@ -115,6 +128,15 @@ class EigenInverse(KroneckerInverse):
         if derivative_basis is not None:
             tensors["derivative_basis"] = derivative_basis
         return cls(tensors)
+
+    @classmethod
+    def shapes(
+        cls, activation: tuple[int, ...], derivative: tuple[int, ...]
+    ) -> dict[str, tuple[int, ...]]:
+        shapes = {"reciprocals": (activation[0], derivative[-1], activation[-1])}
+        # A diagonal has no basis.
+        bases = {"activation_basis": activation, "derivative_basis": derivative}
+        return {**shapes, **{name: shape for name, shape in bases.items() if len(shape) == 3}}
 
     def apply(self, gradient: Tensor) -> Tensor:
         activation_basis = self.tensors.get("activation_basis")

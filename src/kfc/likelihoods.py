@@ -87,12 +87,20 @@ class Likelihood(ABC):
             )
         self.check_shape(outputs)
 
-    def term_weight(self, outputs: Tensor) -> float:
-        """w, the weight of one term in the loss."""
-        examples = outputs.shape[0]
+    def term_weight(self, outputs: Tensor, examples: int | None = None) -> float:
+        """w, the weight of one term in the loss.
+
+        Args:
+            examples: in the whole batch, if the outputs are of a part of it.
+        """
+        examples = examples or outputs.shape[0]
         if self.reduction == "mean":
             return 1.0 / (examples * self.terms_per_example(outputs))
         return 1.0 / examples if self.reduction == "batchmean" else 1.0
+
+    def growth(self, part: int, whole: int) -> float:
+        """The loss's curvature on a batch, relative to that on a part of it with like examples."""
+        return whole / part if self.reduction == "sum" else 1.0
 
     def sample_derivative(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """One draw of sqrt(w N) · ∂ log p(targets | outputs) / ∂ outputs, targets from the model.

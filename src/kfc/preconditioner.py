@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from kfc.description import describe_layers
 from kfc.fisher import Output, select_output
 from kfc.generator import OwnGenerator
 from kfc.kronecker import INVERSES, Factors
-from kfc.layers import KroneckerHandler, Moment, NormalisationHandler, plan_layers
+from kfc.layers import KroneckerHandler, NormalisationHandler, mixes_examples, plan_layers
 from kfc.layers.base import DEFAULT_MAX_FACTOR_SIZE
 from kfc.likelihoods import Likelihood, resolve_likelihood
 from kfc.periods import Period, Stretch, is_due, require_period
@@ -90,6 +89,8 @@ class Preconditioner:
         require_period("max_factor_size", max_factor_size)
         require_number("damping", damping)
         require_number("factor_decay", factor_decay, below=1)
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise ValueError(f"seed must be a whole number or None, got {seed!r}")
         require_choice("fisher", fisher, FISHER_KINDS)
         require_choice("inverse", inverse, tuple(INVERSES))
         if not isinstance(model, nn.Module):
@@ -111,7 +112,8 @@ class Preconditioner:
         self.last_examples = 0
         self._output = output
         self.curvature = Curvature(self.plan, inverse)
-        self._open_sessions: list[Session] = []
+        self._open_sessions: list[tuple[Session, Tensor]] = []
+        self._pending_examples = 0
         self._estimating = False
         self._warned_of_skipping = False
         self._generator = OwnGenerator(torch.initial_seed() if seed is None else seed)
@@ -122,23 +124,25 @@ class Preconditioner:
     # What a user of the curvature on its own calls
 
     @torch.no_grad()
-    def step(self, loss_scale: float = 1.0) -> None:
+    def step(self, loss_scale: float = 1.0) -> bool:
         """Replace the gradients by natural gradients, in place, after ``loss.backward()``.
 
         Args:
             loss_scale: what the loss was multiplied by before its backward, if the gradients have
                 been unscaled since (``GradScaler.unscale_``); only ``fisher="empirical"`` asks.
+
+        Returns:
+            False if the batch gave something that is not finite: the gradients are then removed,
+            so that the optimizer's own step leaves the parameters alone.
         """
-        gradients = {
-            name: parameter.grad
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        }
+        gradients = self.gradients()
         if not self.begin_step(gradients, lambda _: self.damping, loss_scale):
-            return
+            self.model.zero_grad(set_to_none=True)
+            return False
         for name, natural in self.natural_gradient(gradients).items():
             gradients[name].copy_(natural)
         self.end_step()
+        return True
 
     @property
     def factors(self) -> dict[str, Factors]:
@@ -183,14 +187,13 @@ class Preconditioner:
                 "no statistics are gathered in evaluation mode; call model.train() before "
                 "estimate_factors"
             )
-        total = len(batches) if isinstance(batches, Sized) else None
         device = next(self.model.parameters()).device
         forked = [device] if device.type != "cpu" else []
         with (
             self._estimation(),
             torch.random.fork_rng(forked, device_type=device.type if forked else "cuda"),
         ):
-            done = 0
+            done, total = 0, _length(batches)
             for done, batch in enumerate(batches, start=1):
                 with torch.enable_grad():
                     self.model(batch[0] if isinstance(batch, (tuple, list)) else batch)
@@ -200,11 +203,12 @@ class Preconditioner:
                     progress(done, total)
             if done == 0:
                 raise ValueError("estimate_factors was given no batches")
+            self._complete_statistics()
             self.curvature.replace_by_pending()
 
     def describe(self) -> str:
         """Print, and return, how every parameter is treated, and why."""
-        text = describe_layers(self.model, self.plan)
+        text = describe_layers(self.model, self.plan, self.curvature.inverse_kind)
         print(text)
         return text
 
@@ -229,7 +233,20 @@ class Preconditioner:
             "layers": layers,
         }
 
-    # What optimizers built on it call: begin_step, natural_gradient, end_step
+    # What optimizers built on it call: gradients, begin_step, natural_gradient, end_step
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By name; parameters that are frozen or have no gradient are left alone."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is None or not parameter.requires_grad:
+                continue
+            if parameter.grad.layout != torch.strided:
+                raise ValueError(
+                    f"the gradient of {name!r} is sparse; build its layer with sparse=False"
+                )
+            found[name] = parameter.grad
+        return found
 
     def begin_step(
         self,
@@ -249,19 +266,20 @@ class Preconditioner:
         """
         if not self._capture.close.alive:
             raise RuntimeError("the optimizer is closed: its hooks are gone; make a new one")
-        self._close_sessions(loss_scale)
-        with self.timed("check"):
-            statistics = self.curvature.pending_traces()
-            finite = all_finite([*statistics, *largest_entries(gradients.values())])
-        if not finite:
-            self.skip_step()
-            return False
-        if self.steps == 0:
-            self._refuse_without_statistics(gradients)
-        self.curvature.take_up(self.factor_decay)
-        due = is_due(self.inverse_period, self.steps + 1)
-        with self.timed("inverses"):
-            self.curvature.refresh_inverses(damping, only_missing=not due)
+        with self._full_precision():
+            self._complete_statistics(loss_scale)
+            with self.timed("check"):
+                statistics = self.curvature.pending_traces()
+                finite = all_finite([*statistics, *largest_entries(gradients.values())])
+            if not finite:
+                self.skip_step()
+                return False
+            if self.steps == 0:
+                self._refuse_without_statistics(gradients)
+            self.curvature.take_up(self.factor_decay)
+            due = is_due(self.inverse_period, self.steps + 1)
+            with self.timed("inverses"):
+                self.curvature.refresh_inverses(damping, only_missing=not due)
         return True
 
     def natural_gradient(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -269,7 +287,7 @@ class Preconditioner:
 
         Parameters without a handler keep their plain gradient.
         """
-        with self.timed("natural gradient"):
+        with self.timed("natural gradient"), self._full_precision():
             return self.curvature.natural_gradient(gradients)
 
     def end_step(self) -> None:
@@ -278,17 +296,15 @@ class Preconditioner:
 
     def skip_step(self, *, quietly: bool = False) -> None:
         """Drop the batch's statistics, and count; with a warning the first time."""
-        self._open_sessions.clear()
-        self.curvature.pending.clear()
-        self.last_call = None
+        self._drop_statistics()
         self.skipped_steps += 1
         if quietly or self._warned_of_skipping:
             return
         self._warned_of_skipping = True
         warnings.warn(
-            f"step {self.steps + 1} was skipped: the batch gave gradients or statistics that are "
-            "not finite. Parameters and factors are unchanged; further skipped steps are only "
-            "counted, in diagnostics['skipped_steps'].",
+            f"step {self.steps + 1} was skipped: the batch gave gradients, statistics or a Fisher "
+            "norm that are not finite. Parameters and factors are unchanged; further skipped "
+            "steps are only counted, in diagnostics['skipped_steps'].",
             stacklevel=2,
         )
 
@@ -315,44 +331,77 @@ class Preconditioner:
             return
         session.examples = selected.shape[0]
         if self.fisher == "empirical":
-            # The user's loss is minus the log-likelihood, each term with weight w; wanted is
-            # sqrt(w N) times the log-likelihood's derivative.
-            weight = self.likelihood.term_weight(selected)
-            session.derivative_scale = math.sqrt(session.examples / weight)
-            self._open_sessions.append(session)
+            # The calls' hooks do the rest; their edges would hold the graph in a cycle.
+            session.calls.clear()
+            self._open_sessions.append((session, selected.detach()))
             return
         with self.timed("statistics"), torch.no_grad(), without_autocast(selected.device):
-            for derivative in self._output_derivatives(selected.detach()):
+            together = not (mixes_examples(self.model) or session.shares_rows())
+            for derivative in self._output_derivatives(selected.detach(), together):
                 session.backward(selected, derivative)
-            self.curvature.add(session.moments())
+            # As if of one example: _complete_statistics knows how many there are in all.
+            scale = self.likelihood.growth(session.examples, 1)
+            self.curvature.add(session.moments(), scale)
+            self._pending_examples += session.examples
         self.seconds["statistics"] += session.forward_seconds
 
-    def _output_derivatives(self, outputs: Tensor) -> Iterator[Tensor]:
+    def _output_derivatives(self, outputs: Tensor, together: bool) -> Iterator[Tensor]:
+        """The draws, or exact columns, of the derivative in the outputs.
+
+        Args:
+            together: whether one column may serve all examples at once, since no layer sees two.
+        """
         if self.fisher == "sampled":
             yield self.likelihood.sample_derivative(outputs, self._generator.on(outputs.device))
             return
-        columns = self.likelihood.columns_per_example(outputs)
+        columns = self.likelihood.columns_per_example(outputs) * (1 if together else len(outputs))
         if columns > MAX_EXACT_COLUMNS:
+            behind = "" if together else " behind batch normalisation or rows that examples share"
             raise ValueError(
                 f'fisher="exact" takes one backward pass for each of the {columns} columns of an '
-                f"output of shape {tuple(outputs.shape)}, more than {MAX_EXACT_COLUMNS}; use "
-                'fisher="sampled"'
+                f"output of shape {tuple(outputs.shape)}{behind}, more than {MAX_EXACT_COLUMNS}; "
+                'use fisher="sampled"'
             )
-        yield from self.likelihood.derivative_columns(outputs)
+        for column in self.likelihood.derivative_columns(outputs):
+            if together:
+                yield column
+                continue
+            for example in range(len(outputs)):
+                alone = torch.zeros_like(column)
+                alone[example] = column[example]
+                yield alone
+
+    def _complete_statistics(self, loss_scale: float = 1.0) -> None:
+        """Bring the pending statistics to the scale of the loss on the whole batch."""
+        if self.fisher == "empirical":
+            self._close_sessions(loss_scale)
+        elif self._pending_examples:
+            self.curvature.scale_pending(self.likelihood.growth(1, self._pending_examples))
+        self._pending_examples = 0
 
     def _close_sessions(self, loss_scale: float) -> None:
-        """Empirical Fisher: the user's backward has been through these sessions."""
-        for session in self._open_sessions:
+        """Empirical Fisher: the user's backward has been through these sessions.
+
+        It had w times the log-likelihood's derivative; wanted is sqrt(w N) times that.
+        """
+        for session, _ in self._open_sessions:
             session.end_draw()
-            moments = {name: m for name, m in session.moments().items() if m}
-            # A layer's last moment is the one made of derivatives, squared.
-            self.curvature.add(
-                {
-                    name: (*m[:-1], Moment(m[-1].total / loss_scale**2, m[-1].weight))
-                    for name, m in moments.items()
-                }
-            )
+        gathered = [(session, out, session.moments()) for session, out in self._open_sessions]
+        finished = [item for item in gathered if any(item[2].values())]
+        examples = sum(session.examples for session, *_ in finished)
+        for _, outputs, moments in finished:
+            weight = self.likelihood.term_weight(outputs, examples) * loss_scale**2
+            self.curvature.add(moments, examples / weight)
         self._open_sessions.clear()
+
+    def _drop_statistics(self) -> None:
+        self._open_sessions.clear()
+        self._pending_examples = 0
+        self.curvature.pending.clear()
+        self.last_call = None
+
+    def _full_precision(self) -> torch.autocast:
+        return without_autocast(next(self.model.parameters()).device)
 
     def _refuse_without_statistics(self, gradients: Mapping[str, Tensor]) -> None:
         known = self.curvature.pending or any(self.curvature.running())
@@ -366,18 +415,23 @@ class Preconditioner:
 
     @contextmanager
     def _estimation(self) -> Iterator[None]:
-        """Gather from every forward pass; buffers and, on failure, factors stay as they were."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        """Gather from every forward pass, of nothing before; buffers stay as they were."""
+        buffers = [
+            (module, name, buffer, buffer.clone())
+            for module in self.model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._drop_statistics()
         self._estimating = True
         try:
             yield
         finally:
             self._estimating = False
-            self.curvature.pending.clear()
-            self.last_call = None
+            self._drop_statistics()
             with torch.no_grad():
-                for buffer, saved in buffers:
-                    buffer.copy_(saved)
+                for module, name, buffer, saved in buffers:
+                    module._buffers[name] = buffer.copy_(saved)
 
     # State
 
@@ -392,7 +446,10 @@ class Preconditioner:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise an error that says why if the state cannot be loaded here; change nothing."""
-        require_keys("preconditioner state", state, self.state_dict())
+        require_keys(
+            "preconditioner state", state, ("steps", "skipped_steps", "generator", "curvature")
+        )
+        require_keys("generator state", state["generator"], ("seed", "device", "state"))
         self.curvature.check_state(state["curvature"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -400,6 +457,14 @@ class Preconditioner:
         self.check_state(state)
         self.steps = state["steps"]
         self.skipped_steps = state["skipped_steps"]
-        self._open_sessions.clear()
+        self._drop_statistics()
         self._generator.load_state_dict(state["generator"])
         self.curvature.load_state_dict(state["curvature"])
+
+
+def _length(batches: Iterable[Any]) -> int | None:
+    """How many there are, if they say so; a loader over a stream has a length that raises."""
+    try:
+        return len(batches) if isinstance(batches, Sized) else None
+    except TypeError:
+        return None

@@ -18,7 +18,7 @@ from kfc.layers.factored import (
     LinearHandler,
     TransposedConvolutionHandler,
 )
-from kfc.layers.normalisation import NormalisationHandler
+from kfc.layers.normalisation import NormalisationHandler, mixes_examples
 from kfc.layers.registry import PlainGradient, Plan, handler_for, plan_layers
 
 __all__ = [
@@ -33,5 +33,6 @@ __all__ = [
     "Statistics",
     "TransposedConvolutionHandler",
     "handler_for",
+    "mixes_examples",
     "plan_layers",
 ]

@@ -37,12 +37,12 @@ class Statistics(ABC):
     """The statistics of one layer, gathered over the calls of one forward pass."""
 
     @abstractmethod
-    def forward(self, inputs: Tensor) -> Any:
-        """Take in the inputs of a call; return what ``backward`` needs of them."""
+    def forward(self, inputs: Tensor, outputs: Tensor) -> Any:
+        """Take in a call; return what ``backward`` needs of it."""
 
     @abstractmethod
     def backward(self, kept: Any, derivatives: Tensor, examples: int) -> None:
-        """Take in the derivatives with respect to the output of a call."""
+        """Take in the derivatives with respect to a call's outputs; a call without any is void."""
 
     @abstractmethod
     def end_draw(self) -> None:
@@ -100,6 +100,10 @@ class Handler(ABC):
     @abstractmethod
     def invert(self, running: tuple[Tensor, ...], damping: float, kind: str) -> Inverse:
         """The inverse of the block, damped by δ = λ + γ."""
+
+    @abstractmethod
+    def inverse_shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        """The shapes of an inverse's tensors, for the parameters trained now."""
 
     @abstractmethod
     def restore_inverse(self, tensors: Mapping[str, Tensor], kind: str) -> Inverse:

@@ -21,7 +21,8 @@ class KroneckerHandler(Handler):
 
     Subclasses say how inputs, derivatives and the weight become rows and matrices, each with a
     leading dimension for groups (1 for most layers). The bias and its homogeneous coordinate,
-    diagonals for wide factors, ties and frozen parts are taken care of here.
+    diagonals for wide factors, ties and frozen parts are taken care of here. The parameters are
+    the module's ``weight`` and ``bias``.
     """
 
     treatment = "Kronecker factors"
@@ -31,8 +32,12 @@ class KroneckerHandler(Handler):
     def groups(self) -> int:
         return 1
 
+    def row_source(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """What rows are made of: the inputs of a call, unless the layer changes them first."""
+        return inputs
+
     @abstractmethod
-    def activation_moment(self, inputs: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+    def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
         """Σ rowᵀ row, (groups, n, n), over what each output location sees, (groups, rows, n).
 
         ``homogeneous`` rows begin with a 1; of a ``diagonal`` only (groups, n) is wanted.
@@ -90,6 +95,9 @@ class KroneckerHandler(Handler):
     def invert(self, running: tuple[Tensor, ...], damping: float, kind: str) -> Inverse:
         return INVERSES[kind].of(Factors(*running), damping)
 
+    def inverse_shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        return INVERSES[kind].shapes(*self.shapes())
+
     def restore_inverse(self, tensors: Mapping[str, Tensor], kind: str) -> KroneckerInverse:
         return INVERSES[kind](tensors)
 
@@ -122,43 +130,46 @@ class _KroneckerStatistics(Statistics):
         self.activation: Tensor | None = None
         self.derivative: Tensor | None = None
         self.rows = 0
-        self.rows_counted = False
 
-    def forward(self, inputs: Tensor) -> None:
+    def forward(self, inputs: Tensor, outputs: Tensor) -> list[Tensor | None]:
+        """The call's part of Ω, in a list that ``backward`` empties when it takes it."""
         if "weight" not in self.trained:
-            return
+            return [None]
+        source = self.handler.row_source(inputs.detach().to(self.handler.dtype), outputs)
         moment = self.handler.activation_moment(
-            inputs.detach().to(self.handler.dtype),
-            homogeneous="bias" in self.trained,
-            diagonal=self.wide_activation,
+            source, homogeneous="bias" in self.trained, diagonal=self.wide_activation
         )
-        self.activation = moment if self.activation is None else self.activation.add_(moment)
+        return [moment]
 
-    def backward(self, kept: None, derivatives: Tensor, examples: int) -> None:
+    def backward(self, kept: list[Tensor | None], derivatives: Tensor, examples: int) -> None:
         rows = self.handler.derivative_rows(derivatives.detach().to(self.handler.dtype))
         moment = row_moment(rows, homogeneous=False, diagonal=self.wide_derivative)
         self.derivative = moment if self.derivative is None else self.derivative.add_(moment)
-        if not self.rows_counted:
-            self.rows += rows.shape[1]
+        if kept:
+            self._count(kept.pop(), rows.shape[1])
 
-    def end_draw(self) -> None:
-        self.rows_counted = True
-
-    def moments(self, examples: int) -> tuple[Moment, ...]:
-        if self.derivative is None:
-            return ()
-        activation = self.activation
+    def _count(self, activation: Tensor | None, rows: int) -> None:
+        self.rows += rows
         if activation is None:
             # The bias alone is trained: the row of every location is just the leading 1.
-            activation = self.derivative.new_full((self.handler.groups, 1, 1), self.rows)
-        return Moment(activation, examples), Moment(self.derivative, self.rows)
+            assert self.derivative is not None
+            activation = self.derivative.new_full((self.handler.groups, 1, 1), rows)
+        self.activation = activation if self.activation is None else self.activation + activation
+
+    def end_draw(self) -> None:
+        pass
+
+    def moments(self, examples: int) -> tuple[Moment, ...]:
+        if self.activation is None or self.derivative is None:
+            return ()
+        return Moment(self.activation, examples), Moment(self.derivative, self.rows)
 
 
 class LinearHandler(KroneckerHandler):
     """``nn.Linear``: all dimensions between the first and the last count as locations."""
 
-    def activation_moment(self, inputs: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
-        rows = inputs.reshape(1, -1, inputs.shape[-1])
+    def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+        rows = source.reshape(1, -1, source.shape[-1])
         return row_moment(rows, homogeneous=homogeneous, diagonal=diagonal)
 
     def derivative_rows(self, derivatives: Tensor) -> Tensor:
@@ -196,9 +207,11 @@ class ConvolutionHandler(KroneckerHandler):
             conv.padding_mode,
         )
 
-    def activation_moment(self, inputs: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
-        maps = self.with_batch(inputs)
-        return window_moment(maps, self.window(), homogeneous=homogeneous, diagonal=diagonal)
+    def row_source(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        return self.with_batch(inputs)
+
+    def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+        return window_moment(source, self.window(), homogeneous=homogeneous, diagonal=diagonal)
 
     def derivative_rows(self, derivatives: Tensor) -> Tensor:
         # (M, groups · I, *T) -> (groups, M · |T|, I)
@@ -231,27 +244,29 @@ class TransposedConvolutionHandler(ConvolutionHandler):
         none = ((0, 0),) * self.dims
         return Window(conv.kernel_size, ones, none, conv.dilation, conv.groups)
 
-    def activation_moment(self, inputs: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
-        stuffed = self.stuff(self.with_batch(inputs))
-        total = super().activation_moment(stuffed, homogeneous=homogeneous, diagonal=diagonal)
-        # A transposed convolution reads its kernel backwards.
-        order = self._reversed_offsets(homogeneous, total.device)
-        return total[:, order] if diagonal else total[:, order][:, :, order]
-
-    def stuff(self, inputs: Tensor) -> Tensor:
-        """Zeros between the pixels, and as many around them as the kernel reaches the output."""
-        conv = self.module
-        sizes = [s * (n - 1) + 1 for n, s in zip(inputs.shape[2:], conv.stride, strict=True)]
-        stuffed = inputs.new_zeros(*inputs.shape[:2], *sizes)
+    def row_source(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """Zeros between the pixels, and as many around them as the kernel reaches the outputs."""
+        conv, maps = self.module, self.with_batch(inputs)
+        sizes = [s * (n - 1) + 1 for n, s in zip(maps.shape[2:], conv.stride, strict=True)]
+        stuffed = maps.new_zeros(*maps.shape[:2], *sizes)
         everything = slice(None)
         spaced = tuple(slice(None, None, stride) for stride in conv.stride)
         place = (everything, everything, *spaced)
-        stuffed[place] = inputs
+        stuffed[place] = maps
         padding: list[int] = []
         for axis in reversed(range(self.dims)):
-            reach = conv.dilation[axis] * (conv.kernel_size[axis] - 1) - int(conv.padding[axis])
-            padding += [reach, reach + conv.output_padding[axis]]
+            extent = conv.dilation[axis] * (conv.kernel_size[axis] - 1)
+            before = extent - int(conv.padding[axis])
+            # Not from output_padding: a call's output_size= may ask for another.
+            locations = outputs.shape[axis - self.dims]
+            padding += [before, locations + extent - before - sizes[axis]]
         return F.pad(stuffed, padding)
+
+    def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+        total = super().activation_moment(source, homogeneous=homogeneous, diagonal=diagonal)
+        # A transposed convolution reads its kernel backwards.
+        order = self._reversed_offsets(homogeneous, total.device)
+        return total[:, order] if diagonal else total[:, order][:, :, order]
 
     def _reversed_offsets(self, homogeneous: bool, device: torch.device) -> Tensor:
         maps = self.module.in_channels // self.groups

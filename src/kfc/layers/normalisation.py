@@ -31,8 +31,8 @@ class NormalisationHandler(Handler):
         """x_hat, shaped like the inputs."""
 
     @abstractmethod
-    def channel_rows(self, values: Tensor) -> Tensor:
-        """Inputs or derivatives as (examples, locations, channels)."""
+    def channel_rows(self, values: Tensor, examples: int) -> Tensor:
+        """Values shaped like the inputs as (rows, locations, channels); a row is of one example."""
 
     def statistics(self) -> Statistics:
         return _NormalisationStatistics(self)
@@ -46,6 +46,9 @@ class NormalisationHandler(Handler):
 
     def invert(self, running: tuple[Tensor, ...], damping: float, kind: str) -> Inverse:
         return BlockInverse({"inverse": invert_blocks(running[0], damping)})
+
+    def inverse_shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        return {"inverse": self.shapes()[0]}
 
     def restore_inverse(self, tensors: Mapping[str, Tensor], kind: str) -> Inverse:
         return BlockInverse(tensors)
@@ -70,30 +73,34 @@ class _NormalisationStatistics(Statistics):
         self.example_gradients: Tensor | None = None
         self.total: Tensor | None = None
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, outputs: Tensor) -> Tensor:
         return self.handler.normalised(inputs.detach().to(self.handler.dtype))
 
     def backward(self, kept: Tensor, derivatives: Tensor, examples: int) -> None:
         derivatives = derivatives.detach().to(self.handler.dtype)
         by_role = {"weight": derivatives * kept, "bias": derivatives}
         per_row = torch.stack(
-            [self.handler.channel_rows(by_role[role]).sum(1) for role in self.trained], dim=-1
+            [self.handler.channel_rows(by_role[r], examples).sum(1) for r in self.trained], dim=-1
         )
-        if per_row.shape[0] % examples == 0:
-            # Frames folded into the batch are locations of their example.
-            per_row = per_row.reshape(examples, -1, *per_row.shape[1:]).sum(1)
-        if self.example_gradients is None:
-            self.example_gradients = per_row
-        else:
-            self.example_gradients = self.example_gradients + per_row
+        if per_row.shape[0] % examples:
+            # Rows that are not of one example each: independent targets make them uncorrelated.
+            self._add_outer_products(per_row)
+            return
+        # Frames folded into the batch, and further calls, are locations of their example.
+        per_example = per_row.reshape(examples, -1, *per_row.shape[1:]).sum(1)
+        if self.example_gradients is not None:
+            per_example = per_example + self.example_gradients
+        self.example_gradients = per_example
 
     def end_draw(self) -> None:
-        if self.example_gradients is None:
-            return
-        by_channel = self.example_gradients.transpose(0, 1)  # (channels, examples, roles)
+        if self.example_gradients is not None:
+            self._add_outer_products(self.example_gradients)
+            self.example_gradients = None
+
+    def _add_outer_products(self, gradients: Tensor) -> None:
+        by_channel = gradients.transpose(0, 1)  # (channels, rows, roles)
         product = by_channel.mT @ by_channel
         self.total = product if self.total is None else self.total.add_(product)
-        self.example_gradients = None
 
     def moments(self, examples: int) -> tuple[Moment, ...]:
         return () if self.total is None else (Moment(self.total, examples),)
@@ -135,7 +142,7 @@ def invert_blocks(blocks: Tensor, damping: float) -> Tensor:
 class _ChannelSecond(NormalisationHandler):
     """Layers whose channels are dimension 1: (M, C, *map)."""
 
-    def channel_rows(self, values: Tensor) -> Tensor:
+    def channel_rows(self, values: Tensor, examples: int) -> Tensor:
         return values.flatten(2).transpose(1, 2) if values.dim() > 2 else values.unsqueeze(1)
 
 
@@ -147,9 +154,14 @@ class BatchNormHandler(_ChannelSecond):
     def normalised(self, inputs: Tensor) -> Tensor:
         norm = self.module
         uses_batch = norm.training or norm.running_mean is None
-        mean, variance = (None, None) if uses_batch else (norm.running_mean, norm.running_var)
-        mean, variance = (None if s is None else s.to(inputs.dtype) for s in (mean, variance))
+        mean, variance = (None, None) if uses_batch else _running_statistics(norm, inputs)
         return F.batch_norm(inputs, mean, variance, training=uses_batch, eps=norm.eps)
+
+
+def _running_statistics(norm: _BatchNorm | _InstanceNorm, like: Tensor) -> tuple[Tensor, Tensor]:
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    return norm.running_mean.to(like.dtype), norm.running_var.to(like.dtype)
 
 
 class InstanceNormHandler(_ChannelSecond):
@@ -161,13 +173,12 @@ class InstanceNormHandler(_ChannelSecond):
         norm = self.module
         batch = self._with_batch(inputs)
         uses_input = norm.training or not norm.track_running_stats
-        mean, variance = (None, None) if uses_input else (norm.running_mean, norm.running_var)
-        mean, variance = (None if s is None else s.to(inputs.dtype) for s in (mean, variance))
+        mean, variance = (None, None) if uses_input else _running_statistics(norm, inputs)
         x_hat = F.instance_norm(batch, mean, variance, use_input_stats=uses_input, eps=norm.eps)
         return x_hat.reshape(inputs.shape)
 
-    def channel_rows(self, values: Tensor) -> Tensor:
-        return super().channel_rows(self._with_batch(values))
+    def channel_rows(self, values: Tensor, examples: int) -> Tensor:
+        return super().channel_rows(self._with_batch(values), examples)
 
     def _with_batch(self, values: Tensor) -> Tensor:
         unbatched = self.module._get_no_batch_dim()
@@ -191,11 +202,14 @@ class LayerNormHandler(NormalisationHandler):
     def normalised(self, inputs: Tensor) -> Tensor:
         return F.layer_norm(inputs, self.module.normalized_shape, eps=self.module.eps)
 
-    def channel_rows(self, values: Tensor) -> Tensor:
+    def channel_rows(self, values: Tensor, examples: int) -> Tensor:
         channels = self.weight.numel()
-        if values.numel() == channels:
-            return values.reshape(1, 1, channels)
-        return values.reshape(values.shape[0], -1, channels)
+        leading = values.shape[: values.dim() - self.weight.dim()]
+        if len(leading) > 1 and leading[0] % examples and leading[1] == examples:
+            # Sequences first, as recurrent layers and transformers have them by default.
+            values = values.transpose(0, 1)
+        rows = leading.numel() if len(leading) < 2 else values.shape[0]
+        return values.reshape(rows, -1, channels)
 
 
 class RMSNormHandler(LayerNormHandler):
@@ -206,3 +220,11 @@ class RMSNormHandler(LayerNormHandler):
 
     def normalised(self, inputs: Tensor) -> Tensor:
         return F.rms_norm(inputs, list(self.module.normalized_shape), eps=self.module.eps)
+
+
+def mixes_examples(model: nn.Module) -> bool:
+    """Whether an example's output depends on the others, as with batch statistics."""
+    return any(
+        isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        for module in model.modules()
+    )

@@ -146,6 +146,11 @@ def _treatment(name: str, module: nn.Module) -> Handler | PlainGradient:
     if isinstance(treatment, PlainGradient):
         return treatment
     if module._parameters.get("weight") is None:
+        if not hasattr(module, "weight"):
+            raise ValueError(
+                f"{name} has a handler, but no parameter called 'weight': handlers cover a "
+                "module's own 'weight' and 'bias'"
+            )
         return PlainGradient("its weight is computed from other parameters (parametrised)")
     known = next(cls for cls in type(module).__mro__ if cls in handler_for.registry)
     for method in ("forward", "_conv_forward"):
@@ -197,4 +202,6 @@ def _configuration(module: nn.Module, treatment: Handler | PlainGradient) -> obj
     if isinstance(treatment, PlainGradient):
         return "plain"
     shared = tuple((role, id(p)) for role, p in _own_parameters(module).items())
-    return type(module), module.extra_repr(), shared
+    # Running statistics are part of what a normalisation layer computes.
+    buffers = tuple(id(b) for b in module._buffers.values() if b is not None)
+    return type(module), module.extra_repr(), shared, buffers

@@ -16,6 +16,10 @@ KEY = "average"
 State = MutableMapping[Tensor, dict[str, Any]]
 
 
+def has_average(parameter: Tensor, state: State) -> bool:
+    return KEY in state.get(parameter, {})
+
+
 def start_averages(parameters: Iterable[nn.Parameter], state: State) -> None:
     """Averages begin at θ₀, in float32 at least: small steps must not be rounded away."""
     for parameter in parameters:
@@ -36,7 +40,7 @@ def update_averages(parameters: Iterable[nn.Parameter], state: State, timescale:
 @contextmanager
 def swapped_in(parameters: Iterable[nn.Parameter], state: State) -> Iterator[None]:
     """Let the parameters hold their averages; they get their own values back, come what may."""
-    kept = [(p, p.detach().clone()) for p in parameters if KEY in state.get(p, {})]
+    kept = [(p, p.detach().clone()) for p in parameters if has_average(p, state)]
     try:
         with torch.no_grad():
             for parameter, _ in kept:

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from kfc.checks import raise_differences, require_keys, require_number
 from kfc.kronecker import Factors
-from kfc.optimizers.averaging import swapped_in
+from kfc.optimizers.averaging import has_average, swapped_in
 from kfc.preconditioner import Preconditioner
+
+STATE_KEYS = ("state", "param_groups", "parameters", "preconditioner")
 
 
 class CurvatureOptimizer(torch.optim.Optimizer):
@@ -83,15 +85,14 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _trained(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
 
-    def _gradients(self) -> dict[str, Tensor]:
-        """By name; parameters that are frozen or have no gradient are left alone."""
-        gradients = {self._names[p]: p.grad for p in self._trained() if p.grad is not None}
-        for name, gradient in gradients.items():
-            if gradient.layout != torch.strided:
-                raise ValueError(
-                    f"the gradient of {name!r} is sparse; build its layer with sparse=False"
-                )
-        return gradients
+    def _averaged(self) -> list[nn.Parameter]:
+        """Parameters that have an average, or will; also those that were frozen since."""
+        return [
+            parameter
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad or has_average(parameter, self.state)
+        ]
 
     def _by_group(
         self, names: Mapping[str, Tensor]
@@ -146,7 +147,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             return
         self._averaging = True
         try:
-            with swapped_in(self._trained(), self.state):
+            with swapped_in(self._averaged(), self.state):
                 yield
         finally:
             self._averaging = False
@@ -191,13 +192,22 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self.preconditioner.load_state_dict(state_dict["preconditioner"])
 
     def _check_state(self, state_dict: Mapping[str, Any]) -> None:
-        require_keys("optimizer state", state_dict, self.state_dict())
+        require_keys("optimizer state", state_dict, STATE_KEYS)
         raise_differences("parameters", state_dict["parameters"], self._parameter_shapes())
+        for group in state_dict["param_groups"]:
+            require_keys("param group", group, ("params", "param_names", *self.defaults))
         saved, own = (
             {f"group {i}": list(group["param_names"]) for i, group in enumerate(groups)}
             for groups in (state_dict["param_groups"], self.param_groups)
         )
         raise_differences("param groups", saved, own)
+        found, expected = {}, {}
+        for group in state_dict["param_groups"]:
+            for key, name in zip(group["params"], group["param_names"], strict=True):
+                for part, value in state_dict["state"].get(key, {}).items():
+                    found[f"{name}: {part}"] = list(value.shape)
+                    expected[f"{name}: {part}"] = state_dict["parameters"][name]
+        raise_differences("momentum and averages", found, expected)
 
     def _parameter_shapes(self) -> dict[str, list[int]]:
         return {name: list(parameter.shape) for parameter, name in self._names.items()}

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from kfc.capture import ModelCall
-from kfc.checks import require_number
+from kfc.checks import require_keys, require_number
 from kfc.fisher import Output, quadratic_form_of_call
+from kfc.layers import mixes_examples
 from kfc.layers.base import DEFAULT_MAX_FACTOR_SIZE
 from kfc.likelihoods import Likelihood
 from kfc.optimizers.averaging import start_averages, update_averages
@@ -145,7 +145,7 @@ class KFC(CurvatureOptimizer):
         return loss
 
     def _update(self, loss_scale: float) -> None:
-        gradients = self._gradients()
+        gradients = self.preconditioner.gradients()
         started = self.preconditioner.steps > 0
         if started and self._clip is not None and self.preconditioner.last_call is None:
             raise RuntimeError(
@@ -183,16 +183,16 @@ class KFC(CurvatureOptimizer):
 
     def _move(self, update: Mapping[str, Tensor]) -> None:
         """Momentum, parameters, averages."""
-        trained = self._trained()
+        averaged = self._averaged()
         if self.averaging_timescale is not None:
-            start_averages(trained, self.state)
+            start_averages(averaged, self.state)
         for group, parameters, names in self._by_group(update):
             steps: list[Tensor] = [update[name] for name in names]
             if group["momentum"]:
                 steps = self._with_momentum(parameters, steps, group["momentum"])
             torch._foreach_add_(parameters, steps)
         if self.averaging_timescale is not None:
-            update_averages(trained, self.state, self.averaging_timescale)
+            update_averages(averaged, self.state, self.averaging_timescale)
 
     def _with_momentum(
         self, parameters: list[Tensor], update: list[Tensor], momentum: float
@@ -234,13 +234,18 @@ class KFC(CurvatureOptimizer):
         """ν = vᵀ F v + λ vᵀ v, with the exact F on the first examples of the last batch."""
         call = self.preconditioner.last_call
         assert call is not None
-        norm = quadratic_form_of_call(
-            self.model,
-            first_examples(call, self.preconditioner.last_examples, self._clip_examples()),
-            update,
-            self.preconditioner.likelihood,
-            self._output,
-        )
+        likelihood, examples = self.preconditioner.likelihood, self.preconditioner.last_examples
+        count = self._clip_examples()
+        part = first_examples(call, examples, count)
+        try:
+            norm = quadratic_form_of_call(self.model, part, update, likelihood, self._output)
+        except Exception as error:
+            raise RuntimeError(
+                f"while clipping, running the model on the first {count} of {examples} examples "
+                f"failed: {error}. Every tensor argument of that length was cut; if one of them "
+                "is no batch, set clip_fraction=1, or fisher_clip=None"
+            ) from error
+        norm = norm * likelihood.growth(count, examples)
         for group, _, names in self._by_group(update):
             if group["weight_decay"]:
                 squares = [update[name].square().sum() for name in names]
@@ -251,8 +256,7 @@ class KFC(CurvatureOptimizer):
         examples = self.preconditioner.last_examples
         wanted = math.ceil(examples * self.clip_fraction)
         # Batch normalisation has no statistics of a single example.
-        normalised = any(isinstance(m, _BatchNorm) and m.training for m in self.model.modules())
-        return min(examples, max(wanted, 2 if normalised else 1))
+        return min(examples, max(wanted, 2 if mixes_examples(self.model) else 1))
 
     @property
     def diagnostics(self) -> dict[str, Any]:
@@ -279,6 +283,9 @@ class KFC(CurvatureOptimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        require_keys("optimizer state", state_dict, ("clip",))
+        if state_dict["clip"] is not None:
+            require_keys("clip state", state_dict["clip"], FisherClip(1.0, None).state_dict())
         super().load_state_dict(state_dict)
         if self._clip is not None and state_dict["clip"] is not None:
             self._clip.load_state_dict(state_dict["clip"])
