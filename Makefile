@@ -1,6 +1,6 @@
 # The two commands a newcomer needs are `make demo` and `make test`. Both make .venv themselves.
 
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
