@@ -13,8 +13,9 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q
 
-test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m slow
+# In an environment of its own: the peers it compares with bring much along.
+test-slow: .venv-slow/.done
+	.venv-slow/bin/python -m pytest -q -m slow
 
 coverage: $(VENV)/.dev
 	$(BIN)/python -m pytest -q --cov --cov-report=term-missing --cov-fail-under=95
@@ -33,7 +34,7 @@ docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) runs site
+	rm -rf $(VENV) .venv-slow runs site
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -49,6 +50,12 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	$(PIP) -e ".[dev]"
+	touch $@
+
+.venv-slow/.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-slow
+	.venv-slow/bin/python -m pip install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	.venv-slow/bin/python -m pip install -q -c constraints.txt -e ".[dev,peers]"
 	touch $@
 
 $(VENV)/.docs: pyproject.toml $(VENV)/.torch
