@@ -22,6 +22,7 @@ ROOMS = [
     "capture",
     "fisher",
     "curvature",
+    "gathering",
     "description",
     "preconditioner",
     "optimizers",

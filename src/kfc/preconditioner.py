@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kfc.capture import Capture, ModelCall, Session, without_autocast
+from kfc.capture import Capture, without_autocast
 from kfc.checks import (
     all_finite,
     largest_entries,
@@ -21,24 +21,19 @@ from kfc.checks import (
 )
 from kfc.curvature import Curvature
 from kfc.description import describe_layers
-from kfc.fisher import Output, select_output
-from kfc.generator import OwnGenerator
+from kfc.fisher import Output
+from kfc.gathering import FISHER_KINDS, FisherKind, Gathering
 from kfc.kronecker import INVERSES, Factors
-from kfc.layers import KroneckerHandler, NormalisationHandler, mixes_examples, plan_layers
+from kfc.layers import KroneckerHandler, NormalisationHandler, plan_layers
 from kfc.layers.base import DEFAULT_MAX_FACTOR_SIZE
 from kfc.likelihoods import Likelihood, resolve_likelihood
 from kfc.periods import Period, Stretch, is_due, require_period
 
-FisherKind = Literal["sampled", "exact", "empirical"]
 InverseKind = Literal["factored", "eigen"]
-FISHER_KINDS = ("sampled", "exact", "empirical")
 
 # Why these: see docs/choosing.md.
 DEFAULT_STATISTICS_PERIOD = Stretch(10)
 DEFAULT_INVERSE_PERIOD = Stretch(20)
-
-# The exact Fisher takes one backward pass per column.
-MAX_EXACT_COLUMNS = 1024
 
 
 class Preconditioner:
@@ -102,23 +97,22 @@ class Preconditioner:
         self.statistics_period = statistics_period
         self.inverse_period = inverse_period
         self.factor_decay = factor_decay
-        self.likelihood = resolve_likelihood(likelihood)
-        self.fisher = fisher
         self.plan = plan_layers(model, max_factor_size)
+        self.curvature = Curvature(self.plan, inverse)
+        self.gathering = Gathering(
+            model,
+            self.curvature,
+            resolve_likelihood(likelihood),
+            fisher,
+            output,
+            torch.initial_seed() if seed is None else seed,
+        )
         self.steps = 0
         self.skipped_steps = 0
         self.seconds: dict[str, float] = {}
-        self.last_call: ModelCall | None = None
-        self.last_examples = 0
-        self._output = output
-        self.curvature = Curvature(self.plan, inverse)
-        self._open_sessions: list[tuple[Session, Tensor]] = []
-        self._pending_examples = 0
-        self._estimating = False
         self._warned_of_skipping = False
-        self._generator = OwnGenerator(torch.initial_seed() if seed is None else seed)
         self._capture = Capture(
-            model, self.plan.handlers, self, during_backward=fisher == "empirical"
+            model, self.plan.handlers, self.gathering, during_backward=fisher == "empirical"
         )
 
     # What a user of the curvature on its own calls
@@ -177,7 +171,7 @@ class Preconditioner:
 
         Parameters, gradients, buffers and the random state stay as they were.
         """
-        if self.fisher == "empirical":
+        if self.gathering.fisher == "empirical":
             raise ValueError(
                 'estimate_factors draws targets from the model; with fisher="empirical" the first '
                 "steps' own backward passes give the factors"
@@ -203,7 +197,7 @@ class Preconditioner:
                     progress(done, total)
             if done == 0:
                 raise ValueError("estimate_factors was given no batches")
-            self._complete_statistics()
+            self.gathering.complete()
             self.curvature.replace_by_pending()
 
     def describe(self) -> str:
@@ -229,7 +223,7 @@ class Preconditioner:
         return {
             "step": self.steps,
             "skipped_steps": self.skipped_steps,
-            "seconds": dict(self.seconds),
+            "seconds": {"statistics": self.gathering.seconds, **self.seconds},
             "layers": layers,
         }
 
@@ -267,7 +261,7 @@ class Preconditioner:
         if not self._capture.close.alive:
             raise RuntimeError("the optimizer is closed: its hooks are gone; make a new one")
         with self._full_precision():
-            self._complete_statistics(loss_scale)
+            self.gathering.complete(loss_scale)
             with self.timed("check"):
                 statistics = self.curvature.pending_traces()
                 finite = all_finite([*statistics, *largest_entries(gradients.values())])
@@ -291,12 +285,16 @@ class Preconditioner:
             return self.curvature.natural_gradient(gradients)
 
     def end_step(self) -> None:
-        self.steps += 1
-        self.last_call = None
+        self.gathering.drop()
+        self._be_at(self.steps + 1)
+
+    def _be_at(self, steps: int) -> None:
+        self.steps = steps
+        self.gathering.due = is_due(self.statistics_period, steps + 1)
 
     def skip_step(self, *, quietly: bool = False) -> None:
         """Drop the batch's statistics, and count; with a warning the first time."""
-        self._drop_statistics()
+        self.gathering.drop()
         self.skipped_steps += 1
         if quietly or self._warned_of_skipping:
             return
@@ -314,91 +312,6 @@ class Preconditioner:
         start = perf_counter()
         yield
         self.seconds[part] = perf_counter() - start
-
-    # What the hooks call
-
-    def wanted_layers(self) -> Collection[str]:
-        if self._estimating or is_due(self.statistics_period, self.steps + 1):
-            return self.plan.handlers.keys()
-        # A layer that ran for the first time, or was thawed, cannot wait until statistics are due.
-        return [name for name in self.plan.handlers if not self.curvature.is_known(name)]
-
-    def observe(self, call: ModelCall, output: Any, session: Session | None) -> None:
-        selected = select_output(output, self._output)
-        self.likelihood.validate(selected)
-        self.last_call, self.last_examples = call, selected.shape[0]
-        if session is None or not session.calls or not selected.requires_grad:
-            return
-        session.examples = selected.shape[0]
-        if self.fisher == "empirical":
-            # The calls' hooks do the rest; their edges would hold the graph in a cycle.
-            session.calls.clear()
-            self._open_sessions.append((session, selected.detach()))
-            return
-        with self.timed("statistics"), torch.no_grad(), without_autocast(selected.device):
-            together = not (mixes_examples(self.model) or session.shares_rows())
-            for derivative in self._output_derivatives(selected.detach(), together):
-                session.backward(selected, derivative)
-            # As if of one example: _complete_statistics knows how many there are in all.
-            scale = self.likelihood.growth(session.examples, 1)
-            self.curvature.add(session.moments(), scale)
-            self._pending_examples += session.examples
-        self.seconds["statistics"] += session.forward_seconds
-
-    def _output_derivatives(self, outputs: Tensor, together: bool) -> Iterator[Tensor]:
-        """The draws, or exact columns, of the derivative in the outputs.
-
-        Args:
-            together: whether one column may serve all examples at once, since no layer sees two.
-        """
-        if self.fisher == "sampled":
-            yield self.likelihood.sample_derivative(outputs, self._generator.on(outputs.device))
-            return
-        columns = self.likelihood.columns_per_example(outputs) * (1 if together else len(outputs))
-        if columns > MAX_EXACT_COLUMNS:
-            behind = "" if together else " behind batch normalisation or rows that examples share"
-            raise ValueError(
-                f'fisher="exact" takes one backward pass for each of the {columns} columns of an '
-                f"output of shape {tuple(outputs.shape)}{behind}, more than {MAX_EXACT_COLUMNS}; "
-                'use fisher="sampled"'
-            )
-        for column in self.likelihood.derivative_columns(outputs):
-            if together:
-                yield column
-                continue
-            for example in range(len(outputs)):
-                alone = torch.zeros_like(column)
-                alone[example] = column[example]
-                yield alone
-
-    def _complete_statistics(self, loss_scale: float = 1.0) -> None:
-        """Bring the pending statistics to the scale of the loss on the whole batch."""
-        if self.fisher == "empirical":
-            self._close_sessions(loss_scale)
-        elif self._pending_examples:
-            self.curvature.scale_pending(self.likelihood.growth(1, self._pending_examples))
-        self._pending_examples = 0
-
-    def _close_sessions(self, loss_scale: float) -> None:
-        """Empirical Fisher: the user's backward has been through these sessions.
-
-        It had w times the log-likelihood's derivative; wanted is sqrt(w N) times that.
-        """
-        for session, _ in self._open_sessions:
-            session.end_draw()
-        gathered = [(session, out, session.moments()) for session, out in self._open_sessions]
-        finished = [item for item in gathered if any(item[2].values())]
-        examples = sum(session.examples for session, *_ in finished)
-        for _, outputs, moments in finished:
-            weight = self.likelihood.term_weight(outputs, examples) * loss_scale**2
-            self.curvature.add(moments, examples / weight)
-        self._open_sessions.clear()
-
-    def _drop_statistics(self) -> None:
-        self._open_sessions.clear()
-        self._pending_examples = 0
-        self.curvature.pending.clear()
-        self.last_call = None
 
     def _full_precision(self) -> torch.autocast:
         return without_autocast(next(self.model.parameters()).device)
@@ -422,13 +335,13 @@ class Preconditioner:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._drop_statistics()
-        self._estimating = True
+        self.gathering.drop()
+        self.gathering.due = True
         try:
             yield
         finally:
-            self._estimating = False
-            self._drop_statistics()
+            self.gathering.drop()
+            self._be_at(self.steps)
             with torch.no_grad():
                 for module, name, buffer, saved in buffers:
                     module._buffers[name] = buffer.copy_(saved)
@@ -440,7 +353,7 @@ class Preconditioner:
         return {
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
-            "generator": self._generator.state_dict(),
+            "generator": self.gathering.generator.state_dict(),
             "curvature": self.curvature.state_dict(),
         }
 
@@ -455,10 +368,10 @@ class Preconditioner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; the model's own parameters are loaded separately."""
         self.check_state(state)
-        self.steps = state["steps"]
         self.skipped_steps = state["skipped_steps"]
-        self._drop_statistics()
-        self._generator.load_state_dict(state["generator"])
+        self.gathering.drop()
+        self.gathering.generator.load_state_dict(state["generator"])
+        self._be_at(state["steps"])
         self.curvature.load_state_dict(state["curvature"])
 
 

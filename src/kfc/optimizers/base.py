@@ -125,7 +125,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             gradients = [p.grad for p in self._trained() if p.grad is not None]
             torch._foreach_div_(gradients, float(scale))
             return float(scale)
-        if self.preconditioner.fisher == "empirical":
+        if self.preconditioner.gathering.fisher == "empirical":
             raise RuntimeError(
                 'fisher="empirical" has to know the loss scale, which GradScaler.unscale_() hides; '
                 'do not call it, or use fisher="sampled"'

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from kfc.capture import ModelCall
 from kfc.checks import require_keys, require_number
 from kfc.fisher import Output, quadratic_form_of_call
+from kfc.gathering import FisherKind
 from kfc.layers import mixes_examples
 from kfc.layers.base import DEFAULT_MAX_FACTOR_SIZE
 from kfc.likelihoods import Likelihood
@@ -24,7 +25,6 @@ from kfc.periods import Period, require_period
 from kfc.preconditioner import (
     DEFAULT_INVERSE_PERIOD,
     DEFAULT_STATISTICS_PERIOD,
-    FisherKind,
     InverseKind,
     Preconditioner,
 )
@@ -122,7 +122,6 @@ class KFC(CurvatureOptimizer):
             raise
         self.clip_fraction = clip_fraction
         self._clip = None if fisher_clip is None else FisherClip(fisher_clip, clip_period)
-        self._output = output
 
     # Algorithm 1
 
@@ -147,7 +146,7 @@ class KFC(CurvatureOptimizer):
     def _update(self, loss_scale: float) -> None:
         gradients = self.preconditioner.gradients()
         started = self.preconditioner.steps > 0
-        if started and self._clip is not None and self.preconditioner.last_call is None:
+        if started and self._clip is not None and self.preconditioner.gathering.last_call is None:
             raise RuntimeError(
                 "step() without a forward pass in training mode since the last one: the clip "
                 "needs the batch; run the model first, or set fisher_clip=None"
@@ -232,20 +231,22 @@ class KFC(CurvatureOptimizer):
 
     def _fisher_norm(self, update: Mapping[str, Tensor]) -> float:
         """ν = vᵀ F v + λ vᵀ v, with the exact F on the first examples of the last batch."""
-        call = self.preconditioner.last_call
+        gathering = self.preconditioner.gathering
+        call, examples = gathering.last_call, gathering.last_examples
         assert call is not None
-        likelihood, examples = self.preconditioner.likelihood, self.preconditioner.last_examples
         count = self._clip_examples()
         part = first_examples(call, examples, count)
         try:
-            norm = quadratic_form_of_call(self.model, part, update, likelihood, self._output)
+            norm = quadratic_form_of_call(
+                self.model, part, update, gathering.likelihood, gathering.output
+            )
         except Exception as error:
             raise RuntimeError(
                 f"while clipping, running the model on the first {count} of {examples} examples "
                 f"failed: {error}. Every tensor argument of that length was cut; if one of them "
                 "is no batch, set clip_fraction=1, or fisher_clip=None"
             ) from error
-        norm = norm * likelihood.growth(count, examples)
+        norm = norm * gathering.likelihood.growth(count, examples)
         for group, _, names in self._by_group(update):
             if group["weight_decay"]:
                 squares = [update[name].square().sum() for name in names]
@@ -253,7 +254,7 @@ class KFC(CurvatureOptimizer):
         return float(norm)
 
     def _clip_examples(self) -> int:
-        examples = self.preconditioner.last_examples
+        examples = self.preconditioner.gathering.last_examples
         wanted = math.ceil(examples * self.clip_fraction)
         # Batch normalisation has no statistics of a single example.
         return min(examples, max(wanted, 2 if mixes_examples(self.model) else 1))

@@ -1,0 +1,144 @@
+"""Statistics from forward passes: targets, one backward to the pre-activations, batch moments."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kfc.capture import ModelCall, Session, without_autocast
+from kfc.curvature import Curvature
+from kfc.fisher import Output, select_output
+from kfc.generator import OwnGenerator
+from kfc.layers import mixes_examples
+from kfc.likelihoods import Likelihood
+
+FisherKind = Literal["sampled", "exact", "empirical"]
+FISHER_KINDS = ("sampled", "exact", "empirical")
+
+# The exact Fisher takes one backward pass per column.
+MAX_EXACT_COLUMNS = 1024
+
+
+class Gathering:
+    """Listens to a model's hooks and adds to its curvature's pending statistics.
+
+    Attributes:
+        due: whether the coming forward passes should give statistics of every layer.
+        last_call, last_examples: the last forward pass in training mode since the last step.
+        seconds: what the last gathering took.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        curvature: Curvature,
+        likelihood: Likelihood,
+        fisher: FisherKind,
+        output: Output | None,
+        seed: int,
+    ) -> None:
+        self.model = model
+        self.curvature = curvature
+        self.likelihood = likelihood
+        self.fisher = fisher
+        self.output = output
+        self.generator = OwnGenerator(seed)
+        self.due = True
+        self.last_call: ModelCall | None = None
+        self.last_examples = 0
+        self.seconds = 0.0
+        self._open_sessions: list[tuple[Session, Tensor]] = []
+        self._pending_examples = 0
+
+    def wanted_layers(self) -> Collection[str]:
+        if self.due:
+            return self.curvature.handlers.keys()
+        # A layer that ran for the first time, or was thawed, cannot wait until statistics are due.
+        return [name for name in self.curvature.handlers if not self.curvature.is_known(name)]
+
+    def observe(self, call: ModelCall, output: Any, session: Session | None) -> None:
+        selected = select_output(output, self.output)
+        self.likelihood.validate(selected)
+        self.last_call, self.last_examples = call, selected.shape[0]
+        if session is None or not session.calls or not selected.requires_grad:
+            return
+        session.examples = selected.shape[0]
+        if self.fisher == "empirical":
+            # The calls' hooks do the rest; their edges would hold the graph in a cycle.
+            session.calls.clear()
+            self._open_sessions.append((session, selected.detach()))
+            return
+        start = perf_counter()
+        with torch.no_grad(), without_autocast(selected.device):
+            together = not (mixes_examples(self.model) or session.shares_rows())
+            for derivative in self._output_derivatives(selected.detach(), together):
+                session.backward(selected, derivative)
+            # As if of one example: complete knows how many there are in all.
+            scale = self.likelihood.growth(session.examples, 1)
+            self.curvature.add(session.moments(), scale)
+            self._pending_examples += session.examples
+        self.seconds = session.forward_seconds + perf_counter() - start
+
+    def _output_derivatives(self, outputs: Tensor, together: bool) -> Iterator[Tensor]:
+        """The draws, or exact columns, of the derivative in the outputs.
+
+        Args:
+            together: whether one column may serve all examples at once, since no layer sees two.
+        """
+        if self.fisher == "sampled":
+            yield self.likelihood.sample_derivative(outputs, self.generator.on(outputs.device))
+            return
+        columns = self.likelihood.columns_per_example(outputs) * (1 if together else len(outputs))
+        if columns > MAX_EXACT_COLUMNS:
+            behind = "" if together else " behind batch normalisation or rows that examples share"
+            raise ValueError(
+                f'fisher="exact" takes one backward pass for each of the {columns} columns of an '
+                f"output of shape {tuple(outputs.shape)}{behind}, more than {MAX_EXACT_COLUMNS}; "
+                'use fisher="sampled"'
+            )
+        for column in self.likelihood.derivative_columns(outputs):
+            if together:
+                yield column
+                continue
+            for example in range(len(outputs)):
+                alone = torch.zeros_like(column)
+                alone[example] = column[example]
+                yield alone
+
+    def complete(self, loss_scale: float = 1.0) -> None:
+        """Bring the pending statistics to the scale of the loss on the whole batch.
+
+        Args:
+            loss_scale: what the user's loss was multiplied by; matters to the empirical Fisher.
+        """
+        if self.fisher == "empirical":
+            self._close_sessions(loss_scale)
+        elif self._pending_examples:
+            self.curvature.scale_pending(self.likelihood.growth(1, self._pending_examples))
+        self._pending_examples = 0
+
+    def _close_sessions(self, loss_scale: float) -> None:
+        """Empirical Fisher: the user's backward has been through these sessions.
+
+        It had w times the log-likelihood's derivative; wanted is sqrt(w N) times that.
+        """
+        for session, _ in self._open_sessions:
+            session.end_draw()
+        gathered = [(session, out, session.moments()) for session, out in self._open_sessions]
+        finished = [item for item in gathered if any(item[2].values())]
+        examples = sum(session.examples for session, *_ in finished)
+        for _, outputs, moments in finished:
+            weight = self.likelihood.term_weight(outputs, examples) * loss_scale**2
+            self.curvature.add(moments, examples / weight)
+        self._open_sessions.clear()
+
+    def drop(self) -> None:
+        """Forget what was gathered since the last step."""
+        self._open_sessions.clear()
+        self._pending_examples = 0
+        self.curvature.pending.clear()
+        self.last_call = None
