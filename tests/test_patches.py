@@ -2,11 +2,19 @@
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kfc
+from kfc.patches import (
+    Window,
+    correlation_pays,
+    moment_by_correlation,
+    patch_chunks,
+    row_moment,
+)
 from reference import receptive_rows
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -76,11 +84,103 @@ def test_second_moment_of_every_convolution(case, channels_last):
     torch.testing.assert_close(moment, expected, rtol=1e-10, atol=1e-10)
 
 
+@settings(max_examples=300)
+@given(convolutions())
+def test_moments_by_correlation_are_the_patches_moments(case):
+    """Whether it pays or not."""
+    module, inputs = case
+    handler = kfc.layers.ConvolutionHandler(module)
+    moment = moment_by_correlation(inputs, handler.window())
+    rows = receptive_rows(module, inputs)
+    if module.bias is not None:
+        rows = rows[:, :, 1:]
+    torch.testing.assert_close(moment, rows.mT @ rows, rtol=1e-10, atol=1e-10)
+    assert torch.equal(moment, moment.mT)
+
+
+# (channels, size, kernel, stride, padding, groups): a few that real networks have.
+USUAL = [
+    (3, 32, 5, 1, 2, 1),
+    (8, 8, 3, 1, 1, 1),
+    (4, 14, 7, 1, 3, 1),
+    (3, 24, 7, 2, 3, 1),
+    (6, 9, 5, 1, 0, 3),
+]
+
+
+@pytest.mark.parametrize("values", ["random", "constant", "rectified"])
+@pytest.mark.parametrize(("channels", "size", "kernel", "stride", "padding", "groups"), USUAL)
+def test_float32_moments(channels, size, kernel, stride, padding, groups, values):
+    inputs = torch.randn(32, channels, size, size)
+    if values == "constant":
+        inputs = torch.ones_like(inputs)
+    elif values == "rectified":
+        inputs = inputs.relu()
+    window = Window.of(2, kernel, stride, padding, groups=groups)
+    assert correlation_pays(inputs, window)
+    found = kfc.patches.second_moment(inputs, kernel, stride, padding, groups=groups)
+    wide = sum(
+        row_moment(rows, homogeneous=True, diagonal=False)
+        for rows in patch_chunks(inputs.double(), window)
+    )
+    expected = (wide[0] if groups == 1 else wide) / 32
+    largest = expected.abs().max()
+    assert (found - expected).abs().max() < 1e-5 * largest
+    assert torch.equal(found, found.mT)
+    assert torch.linalg.eigvalsh(found.double()).min() > -1e-5 * largest
+    channels_last = inputs.to(memory_format=torch.channels_last)
+    other = kfc.patches.second_moment(channels_last, kernel, stride, padding, groups=groups)
+    assert (other - found).abs().max() < 1e-6 * largest
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the size of the largest tensor that any operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for made in result if isinstance(result, (tuple, list)) else [result]:
+            # A view, however large it looks, has no elements of its own.
+            if isinstance(made, torch.Tensor) and not made._is_view():
+                self.elements = max(self.elements, made.numel())
+        return result
+
+
+def test_no_patch_matrix_is_made():
+    inputs = torch.randn(256, 16, 16, 16)
+    with LargestTensor() as seen:
+        kfc.patches.second_moment(inputs, 5, padding=2)
+    patches = 256 * 16 * 16 * 16 * 25
+    assert 0 < seen.elements < patches / 12
+    assert seen.elements <= 2 * inputs.numel()
+
+
+def test_under_autocast_the_result_is_as_precise():
+    inputs = torch.randn(8, 4, 8, 8)
+    plain = kfc.patches.second_moment(inputs, 3, padding=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = kfc.patches.second_moment(inputs, 3, padding=1)
+    assert torch.equal(plain, inside)
+
+
+def test_one_by_one_kernels_are_a_plain_product():
+    inputs = torch.randn(4, 3, 5, 5)
+    assert not correlation_pays(inputs, Window.of(2, 1))
+    rows = inputs.movedim(1, -1).reshape(-1, 3)
+    found = kfc.patches.second_moment(inputs, 1, bias=False)
+    torch.testing.assert_close(found, rows.T @ rows / 4)
+
+
 def test_chunks_add_up(monkeypatch):
     inputs = torch.randn(7, 2, 6, 6, dtype=torch.float64)
+    window = Window.of(2, 3, padding=1)
     whole = kfc.patches.second_moment(inputs, 3, padding=1)
     monkeypatch.setattr(kfc.patches, "CHUNK_ELEMENTS", 2 * 18 * 36)
-    torch.testing.assert_close(kfc.patches.second_moment(inputs, 3, padding=1), whole)
+    chunks = list(patch_chunks(inputs, window))
+    assert len(chunks) == 4
+    parts = sum(row_moment(rows, homogeneous=True, diagonal=False) for rows in chunks)
+    torch.testing.assert_close(parts[0] / 7, whole)
 
 
 def test_half_precision_accumulates_in_float32():

@@ -16,6 +16,8 @@ ROOMS = [
     "periods",
     "generator",
     "likelihoods",
+    "spectral",
+    "correlation",
     "patches",
     "kronecker",
     "layers",

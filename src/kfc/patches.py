@@ -1,4 +1,4 @@
-"""Second moments of the patches a convolution sees.
+"""Second moments of the patches a convolution sees, mostly without making the patches.
 
 A patch is the receptive field of one output location, flattened in the order of
 ``weight.reshape(out_channels, -1)``; a leading 1, the homogeneous coordinate, stands for the bias.
@@ -7,18 +7,32 @@ A patch is the receptive field of one output location, flattened in the order of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kfc.correlation import (
+    Axis,
+    coarse_axis,
+    patch_moment,
+    patch_moment_cost,
+    phases_to_channels,
+    places_in_phases,
+)
+
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 # Patches are made for a few examples at a time, so that they never take more than this.
 CHUNK_ELEMENTS = 2**23
+
+# A multiply-add of the autocorrelations, in many small products, costs about as much as this many
+# of one large product.
+CORRELATION_HANDICAP = 2.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +91,18 @@ class Window:
     def dims(self) -> int:
         return len(self.kernel_size)
 
+    def without_padding(self) -> Window:
+        return replace(self, padding=((0, 0),) * self.dims, padding_mode="zeros")
+
+    def locations(self, size: Sequence[int]) -> tuple[int, ...]:
+        """|T| along each dimension, for maps of this size."""
+        return tuple(
+            (length + before + after - spacing * (kernel - 1) - 1) // step + 1
+            for length, (before, after), spacing, kernel, step in zip(
+                size, self.padding, self.dilation, self.kernel_size, self.stride, strict=True
+            )
+        )
+
     def pad(self, inputs: Tensor) -> Tensor:
         """The inputs with their border made explicit."""
         if all(pair == (0, 0) for pair in self.padding):
@@ -117,19 +143,87 @@ def second_moment(
     window = Window.of(
         inputs.dim() - 2, kernel_size, stride, padding, dilation, groups, padding_mode
     )
-    total = window_moment(inputs, window, homogeneous=bias, diagonal=False)
+    with torch.autocast(inputs.device.type, enabled=False):
+        total = window_moment(inputs, window, homogeneous=bias, diagonal=False)
     total = total / inputs.shape[0]
     return total[0] if groups == 1 else total
 
 
 def window_moment(inputs: Tensor, window: Window, *, homogeneous: bool, diagonal: bool) -> Tensor:
-    """Σ patchᵀ patch over examples and locations: (groups, n, n), or its diagonal, (groups, n)."""
+    """Σ patchᵀ patch over examples and locations: (groups, n, n), or its diagonal, (groups, n).
+
+    By the cheaper way, counted in multiply-adds: patches, a few examples at a time, or the maps'
+    autocorrelations.
+    """
+    inputs = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
+    if not diagonal and correlation_pays(inputs, window):
+        moment = moment_by_correlation(inputs, window)
+        return _with_first_moment(moment, inputs, window) if homogeneous else moment
     total: Tensor | None = None
     for rows in patch_chunks(inputs, window):
-        moment = row_moment(rows, homogeneous=homogeneous, diagonal=diagonal)
-        total = moment if total is None else total.add_(moment)
+        part = row_moment(rows, homogeneous=homogeneous, diagonal=diagonal)
+        total = part if total is None else total.add_(part)
     assert total is not None
     return total
+
+
+def correlation_pays(inputs: Tensor, window: Window) -> bool:
+    """Whether autocorrelations take fewer multiply-adds than patches."""
+    channels = inputs.shape[1] // window.groups
+    width = channels * prod(window.kernel_size)
+    by_patches = prod(window.locations(inputs.shape[2:])) * width**2
+    axes = _axes_of_stride_one(inputs, window)
+    by_correlation = patch_moment_cost(channels * prod(window.stride), axes)
+    return CORRELATION_HANDICAP * by_correlation < by_patches
+
+
+def moment_by_correlation(inputs: Tensor, window: Window) -> Tensor:
+    """Σ patchᵀ patch, (groups, n, n), from autocorrelations; see :mod:`kfc.correlation`."""
+    axes = _axes_of_stride_one(inputs, window)
+    if window.padding_mode != "zeros" or max(window.stride) > 1:
+        inputs = window.pad(inputs)
+    maps = inputs.reshape(len(inputs), window.groups, -1, *inputs.shape[2:])
+    if max(window.stride) == 1:
+        return patch_moment(maps, axes)
+    places = places_in_phases(maps.shape[2], window.kernel_size, window.stride, window.dilation).to(
+        maps.device
+    )
+    moment = patch_moment(phases_to_channels(maps, axes, window.stride), axes)
+    return moment[:, places][:, :, places]
+
+
+def _axes_of_stride_one(inputs: Tensor, window: Window) -> tuple[Axis, ...]:
+    """The axes that ``moment_by_correlation`` works along."""
+    if max(window.stride) > 1:
+        locations = window.locations(inputs.shape[2:])
+        strided = zip(locations, window.kernel_size, window.stride, window.dilation, strict=True)
+        return tuple(coarse_axis(*axis) for axis in strided)
+    size, padding = tuple(inputs.shape[2:]), window.padding
+    if window.padding_mode != "zeros":
+        size = tuple(n + sum(pair) for n, pair in zip(size, padding, strict=True))
+        padding = ((0, 0),) * window.dims
+    plain = zip(size, window.kernel_size, window.dilation, padding, strict=True)
+    return tuple(Axis(*axis) for axis in plain)
+
+
+def _with_first_moment(moment: Tensor, inputs: Tensor, window: Window) -> Tensor:
+    """Border a moment (groups, n, n) by what the homogeneous coordinate adds."""
+    total = window.pad(_sum_over_examples(inputs))
+    (sums,) = patch_chunks(total, window.without_padding())
+    result = moment.new_empty(moment.shape[0], 1 + moment.shape[1], 1 + moment.shape[2])
+    result[:, 1:, 1:] = moment
+    result[:, 0, 0] = len(inputs) * sums.shape[1]
+    result[:, 0, 1:] = result[:, 1:, 0] = sums.sum(1)
+    return result
+
+
+def _sum_over_examples(inputs: Tensor) -> Tensor:
+    """(1, J, *map), as a product with ones: in either memory format one pass, without strides."""
+    ones = inputs.new_ones(1, len(inputs))
+    channels_last = inputs.movedim(1, -1)
+    if channels_last.is_contiguous():
+        return (ones @ channels_last.flatten(1)).reshape(1, *channels_last.shape[1:]).movedim(-1, 1)
+    return (ones @ inputs.flatten(1)).reshape(1, *inputs.shape[1:])
 
 
 def row_moment(rows: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:

@@ -1,0 +1,200 @@
+"""Second moments of patches from autocorrelations of maps, without the patches.
+
+The block (d, d') of Ω is Σ_t a[t + d] a[t + d']ᵀ over the output locations t. Over *all* t that is
+the autocorrelation C(d' - d), the same for every pair with the same difference. What the border
+takes away are the pairs of t before the first location or after the last; along that dimension
+both lie in a strip as wide as the kernel overhangs. With the strip's rows as channels, its
+contribution is an autocorrelation again, along the other dimensions; strips along two dimensions
+are subtracted twice, and their corners added back (inclusion-exclusion).
+
+A stride is taken away first: the phases of the map become channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kfc.spectral import autocorrelation, autocorrelation_cost
+
+Side = Literal["before", "after"]
+SIDES: tuple[Side, ...] = ("before", "after")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One spatial dimension of a convolution with stride 1 and zero padding."""
+
+    length: int
+    kernel: int
+    dilation: int
+    padding: tuple[int, int]
+
+    @property
+    def reach(self) -> int:
+        return self.kernel - 1
+
+    def overhang(self, side: Side) -> int:
+        """How many pixels at the border not every offset sees."""
+        padding = self.padding[0 if side == "before" else 1]
+        return max(0, self.dilation * self.reach - padding)
+
+    def missing_pairs(self, side: Side) -> Iterator[tuple[slice, slice]]:
+        """For each t beyond the border: the offsets that meet the strip, and where they do."""
+        width = self.overhang(side)
+        for beyond in range(1, width + 1):
+            if side == "after":
+                # t = last + beyond: offset d is at strip position beyond - 1 + d.
+                stop = (width - beyond) // self.dilation + 1
+                yield slice(0, stop), slice(beyond - 1, width, self.dilation)
+            else:
+                # t = -beyond: offset d is at d - padding - beyond, if that is not negative.
+                first = -(-(self.padding[0] + beyond) // self.dilation)
+                start = self.dilation * first - self.padding[0] - beyond
+                stop = width - beyond + 1
+                yield slice(first, self.kernel), slice(start, stop, self.dilation)
+
+
+def patch_moment(maps: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """Σ over examples and locations of patchᵀ patch for stride 1.
+
+    Args:
+        maps: (M, groups, C, *map).
+
+    Returns:
+        (groups, C·|D|, C·|D|)
+    """
+    groups, channels = maps.shape[1:3]
+    dims = len(axes)
+    # (groups, C, C, *D, *D): the offsets of the first factor, then those of the second.
+    total = _by_offset_pairs(autocorrelation(maps, *_reach(axes)), axes)
+    for sides in _border_parts(axes):
+        sign = -1 if len(sides) % 2 else 1
+        part = _strip_moment(maps, axes, sides)
+        pairs = [list(axes[axis].missing_pairs(side)) for axis, side in sides.items()]
+        for chosen in product(*pairs):
+            there, here = total, part
+            for axis, (offsets, positions) in zip(sides, chosen, strict=True):
+                for dim in (3 + axis, 3 + dims + axis):
+                    there = _sliced(there, dim, offsets)
+                    here = _sliced(here, dim, positions)
+            there.add_(here, alpha=sign)
+    order = [0, 1, *range(3, 3 + dims), 2, *range(3 + dims, 3 + 2 * dims)]
+    width = channels * prod(axis.kernel for axis in axes)
+    return total.permute(order).reshape(groups, width, width)
+
+
+def patch_moment_cost(channels: int, axes: Sequence[Axis]) -> float:
+    """Multiply-adds of ``patch_moment`` per example and group."""
+    whole = [axis.length for axis in axes]
+    cost = autocorrelation_cost(channels, whole, *_reach(axes))
+    for sides in _border_parts(axes):
+        rows = prod(axes[axis].overhang(side) for axis, side in sides.items())
+        rest = [axis for index, axis in enumerate(axes) if index not in sides]
+        cost += autocorrelation_cost(channels * rows, [a.length for a in rest], *_reach(rest))
+    return cost
+
+
+def coarse_axis(locations: int, kernel: int, stride: int, dilation: int) -> Axis:
+    """What is left of a strided axis, without padding, when its phases are channels."""
+    reach = dilation * (kernel - 1) // stride
+    return Axis(locations + reach, reach + 1, 1, (0, 0))
+
+
+def phases_to_channels(maps: Tensor, axes: Sequence[Axis], stride: Sequence[int]) -> Tensor:
+    """(M, groups, C, *padded map) -> (M, groups, C·∏ stride, *coarse map) for coarse axes."""
+    dims = len(axes)
+    padding: list[int] = []
+    for length, axis, step in zip(maps.shape[3:], axes, stride, strict=True):
+        padding = [0, axis.length * step - length, *padding]
+    shape = [n for axis, step in zip(axes, stride, strict=True) for n in (axis.length, step)]
+    split = F.pad(maps, padding).reshape(*maps.shape[:3], *shape)
+    phases, positions = range(4, 4 + 2 * dims, 2), range(3, 3 + 2 * dims, 2)
+    return split.permute(0, 1, 2, *phases, *positions).flatten(2, 2 + dims)
+
+
+def places_in_phases(
+    channels: int, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """Where (channel, *offset) lies among (channel, *phase, *coarse offset), flattened."""
+    dims = len(kernel)
+    offsets = []
+    for index, (size, spacing) in enumerate(zip(kernel, dilation, strict=True)):
+        shape = [1] * (1 + dims)
+        shape[1 + index] = size
+        offsets.append((torch.arange(size) * spacing).reshape(shape))
+    place = torch.arange(channels).reshape(-1, *[1] * dims)
+    for offset, step in zip(offsets, stride, strict=True):
+        place = place * step + offset % step
+    for offset, step in zip(offsets, stride, strict=True):
+        coarse = offset // step
+        place = place * (int(coarse.max()) + 1) + coarse
+    return place.flatten()
+
+
+def _reach(axes: Sequence[Axis]) -> tuple[list[int], list[int]]:
+    return [axis.reach for axis in axes], [axis.dilation for axis in axes]
+
+
+def _border_parts(axes: Sequence[Axis]) -> Iterator[dict[int, Side]]:
+    """Every way to be beyond the border: along which dimensions, on which sides."""
+    choices = [[None, *(side for side in SIDES if axis.overhang(side))] for axis in axes]
+    for sides in product(*choices):
+        chosen = {index: side for index, side in enumerate(sides) if side is not None}
+        if chosen:
+            yield chosen
+
+
+def _strip_moment(maps: Tensor, axes: Sequence[Axis], sides: dict[int, Side]) -> Tensor:
+    """(groups, C, C, *, *) with positions in the strip where there is one, else offsets."""
+    groups, channels = maps.shape[1:3]
+    dims = len(axes)
+    strips = maps
+    for index, side in sides.items():
+        strips = _strip(strips, 3 + index, side, axes[index].overhang(side))
+    inside = [index for index in range(dims) if index not in sides]
+    strips = strips.permute(0, 1, 2, *(3 + i for i in sides), *(3 + i for i in inside))
+    strips = strips.flatten(2, 2 + len(sides))
+    rest = [axes[index] for index in inside]
+    pairs = _by_offset_pairs(autocorrelation(strips, *_reach(rest)), rest)
+    widths = [axes[index].overhang(side) for index, side in sides.items()]
+    kernels = [axis.kernel for axis in rest]
+    pairs = pairs.reshape(groups, channels, *widths, channels, *widths, *kernels, *kernels)
+    # Dimension of each axis, for the first and the second factor.
+    first, second = {}, {}
+    for position, index in enumerate(sides):
+        first[index], second[index] = 2 + position, 3 + len(sides) + position
+    for position, index in enumerate(inside):
+        first[index] = 3 + 2 * len(sides) + position
+        second[index] = first[index] + len(inside)
+    order = [first[i] for i in range(dims)] + [second[i] for i in range(dims)]
+    return pairs.permute(0, 1, 2 + len(sides), *order)
+
+
+def _strip(maps: Tensor, dim: int, side: Side, width: int) -> Tensor:
+    """The outermost rows along a dimension; zeros stand in where the map has fewer."""
+    length = maps.shape[dim]
+    kept = min(length, width)
+    strip = maps.narrow(dim, 0 if side == "before" else length - kept, kept)
+    if kept == width:
+        return strip
+    missing = [0, width - kept] if side == "before" else [width - kept, 0]
+    return F.pad(strip, [0, 0] * (maps.dim() - 1 - dim) + missing)
+
+
+def _sliced(tensor: Tensor, dim: int, part: slice) -> Tensor:
+    return tensor[(slice(None),) * dim + (part,)]
+
+
+def _by_offset_pairs(correlation: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """(groups, C, C, *differences) -> (groups, C, C, *D, *D): at (d, d'), that of d' - d."""
+    for index, axis in enumerate(axes):
+        correlation = correlation.unfold(3 + index, axis.kernel, 1)
+    return correlation.flip(list(range(3, 3 + len(axes))))

@@ -1,0 +1,182 @@
+"""Autocorrelations of maps by way of their spectrum: exact, and cheaper than any sum over offsets.
+
+C(e) = Σ_u a[u] a[u + e]ᵀ for all offsets e up to a reach. Summed directly, every offset costs a
+product of all maps. In the frequency domain it is one product per frequency, for all offsets at
+once (the correlation theorem); with maps padded by the reach, nothing wraps around. The transforms
+are products with small matrices of sines and cosines: maps are small, and the products leave the
+frequencies where the next product wants them, outermost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import pi, prod
+
+import torch
+from torch import Tensor
+
+# Examples are transformed a few at a time, so that their spectra stay in the cache.
+CHUNK_ELEMENTS = 2**20
+
+
+def autocorrelation(maps: Tensor, reach: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    """Σ over examples and positions u of a[u] a[u + e·dilation]ᵀ; zero outside the maps.
+
+    Args:
+        maps: (M, groups, C, *map) with n spatial dimensions, possibly none.
+        reach: the largest offset along each dimension.
+
+    Returns:
+        (groups, C, C, *(2 reach + 1)), offset e at index reach + e; C(-e) is exactly C(e)ᵀ.
+    """
+    groups, channels, size = maps.shape[1], maps.shape[2], tuple(maps.shape[3:])
+    if not size:
+        rows = maps.transpose(0, 1)
+        return rows.mT @ rows
+    periods = _periods(size, reach, dilation)
+    frequencies = _frequencies(periods)
+    step = max(8, CHUNK_ELEMENTS // (2 * frequencies * groups * channels))
+    # Real part Σ (Re Reᵀ + Im Imᵀ), imaginary part Σ (Re Imᵀ - Im Reᵀ), per frequency and group.
+    cross = maps.new_zeros(2, frequencies * groups, channels, channels)
+    for some in maps.split(step):
+        spectrum = _spectrum(some, periods)
+        real, imaginary = spectrum.chunk(2, dim=1)
+        cross[0].baddbmm_(spectrum.mT, spectrum)
+        cross[1].baddbmm_(real.mT, imaginary)
+    cross[1] -= cross[1].mT.clone()
+    back = _inverse_transform(periods, tuple(reach), tuple(dilation), maps.dtype, maps.device)
+    half = (back @ cross.reshape(2 * frequencies, -1)).reshape(
+        *_half_offsets(reach), groups, channels, channels
+    )
+    dims = len(size)
+    return _with_mirror_image(half.permute(dims, dims + 1, dims + 2, *range(dims)))
+
+
+def autocorrelation_cost(
+    channels: int, size: Sequence[int], reach: Sequence[int], dilation: Sequence[int]
+) -> float:
+    """Multiply-adds of ``autocorrelation`` per example and group, but for the way back."""
+    if not size:
+        return channels**2
+    periods = _periods(size, reach, dilation)
+    cost = 3.0 * _frequencies(periods) * channels**2
+    done, left = 1, prod(size)
+    for axis, (length, period) in enumerate(zip(size, periods, strict=True)):
+        left //= length
+        count = period // 2 + 1 if axis == 0 else period
+        cost += channels * done * (2 * count) * (length if axis == 0 else 2 * length) * left
+        done *= count
+    return cost
+
+
+def _periods(size: Sequence[int], reach: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
+    """Long enough that no offset within reach wraps around."""
+    return tuple(s + r * d for s, r, d in zip(size, reach, dilation, strict=True))
+
+
+def _frequencies(periods: Sequence[int]) -> int:
+    """Of the first dimension only half: the maps are real."""
+    return (periods[0] // 2 + 1) * prod(periods[1:])
+
+
+def _half_offsets(reach: Sequence[int]) -> tuple[int, ...]:
+    """Of the first dimension only e >= 0: the other half is its mirror image."""
+    return (reach[0] + 1, *(2 * r + 1 for r in reach[1:]))
+
+
+def _spectrum(maps: Tensor, periods: Sequence[int]) -> Tensor:
+    """(frequencies · groups, 2 M, C), real parts before imaginary, of maps (M, groups, C, *map)."""
+    examples, groups, channels, *size = maps.shape
+    # Positions outermost: each transform is then one product with long, contiguous rows.
+    values = maps.permute(*range(3, maps.dim()), 0, 1, 2).reshape(size[0], -1)
+    values = _transform(size[0], periods[0], True, maps.dtype, maps.device) @ values
+    done = periods[0] // 2 + 1
+    for length, period in zip(size[1:], periods[1:], strict=True):
+        matrix = _transform(length, period, False, maps.dtype, maps.device)
+        values = matrix @ values.reshape(done, 2 * length, -1)
+        done *= period
+    parts = values.reshape(done, 2, examples, groups, channels).permute(0, 3, 1, 2, 4)
+    return parts.reshape(done * groups, 2 * examples, channels)
+
+
+@lru_cache(maxsize=128)
+def _transform(
+    length: int, period: int, first: bool, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The Fourier transform along one dimension, real and imaginary rows in turn.
+
+    The first one takes real values and gives half the frequencies, (2 (period // 2 + 1), length);
+    a later one takes real and imaginary values, (2 period, 2 length).
+    """
+    count = period // 2 + 1 if first else period
+    angles = _angles(torch.arange(count), torch.arange(length), period)
+    cos, sin = angles.cos(), angles.sin()
+    if first:
+        real, imaginary = cos, -sin
+    else:
+        real, imaginary = torch.cat([cos, sin], dim=1), torch.cat([-sin, cos], dim=1)
+    return torch.stack([real, imaginary], dim=1).flatten(0, 1).to(device, dtype)
+
+
+@lru_cache(maxsize=128)
+def _inverse_transform(
+    periods: tuple[int, ...],
+    reach: tuple[int, ...],
+    dilation: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """From real and imaginary cross spectra to half the offsets, (offsets, 2 frequencies)."""
+    dims = len(periods)
+    angles = torch.zeros([1] * 2 * dims, dtype=torch.float64)
+    for axis, (period, far, spacing) in enumerate(zip(periods, reach, dilation, strict=True)):
+        offsets = torch.arange(0 if axis == 0 else -far, far + 1) * spacing
+        frequencies = torch.arange(period // 2 + 1 if axis == 0 else period)
+        shape = [1] * 2 * dims
+        shape[axis], shape[dims + axis] = len(offsets), len(frequencies)
+        angles = angles + _angles(offsets, frequencies, period).reshape(shape)
+    # A frequency stands for its conjugate too, but for those that are their own.
+    weights = torch.full((periods[0] // 2 + 1,), 2.0, dtype=torch.float64)
+    weights[0] = 1
+    if periods[0] % 2 == 0:
+        weights[-1] = 1
+    weights = weights.reshape(-1, *[1] * (dims - 1)) / prod(periods)
+    parts = (weights * angles.cos(), -weights * angles.sin())
+    count = prod(_half_offsets(reach))
+    return torch.cat([part.reshape(count, -1) for part in parts], dim=1).to(device, dtype)
+
+
+def _angles(first: Tensor, second: Tensor, period: int) -> Tensor:
+    """2π first·second / period, reduced before it is rounded."""
+    return torch.outer(first, second).remainder(period).double() * (2 * pi / period)
+
+
+def _with_mirror_image(half: Tensor) -> Tensor:
+    """All offsets from those with e >= 0 along the first dimension, by C(-e) = C(e)ᵀ."""
+    dims = list(range(3, half.dim()))
+    mirrored = half.transpose(1, 2).flip(dims)
+    # On e = 0 along the first dimension both are there: keep one of each pair.
+    seam = half[:, :, :, :1]
+    other = mirrored[:, :, :, -1:]
+    if len(dims) > 1:
+        ahead = _ahead(seam.shape[3:], half.device)
+        seam = torch.where(ahead, seam, other)
+    seam = _symmetric_at_zero(seam)
+    return torch.cat([mirrored[:, :, :, :-1], seam, half[:, :, :, 1:]], dim=3)
+
+
+def _ahead(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Which offsets of the seam come at or after zero, in reading order."""
+    index = torch.arange(prod(shape), device=device).reshape(tuple(shape))
+    return index >= prod(shape) // 2
+
+
+def _symmetric_at_zero(seam: Tensor) -> Tensor:
+    """C(0) is symmetric exactly: its lower triangle is its upper one."""
+    seam = seam.clone()
+    zero = seam
+    for dim in range(seam.dim() - 1, 2, -1):
+        zero = zero.select(dim, seam.shape[dim] // 2)
+    zero.copy_(zero.triu() + zero.triu(1).mT)
+    return seam
