@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow coverage lint types check docs clean
+.PHONY: demo test test-slow coverage lint types check bench-moments docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kfc demo
@@ -29,6 +29,9 @@ types: $(VENV)/.dev
 
 # What CI runs.
 check: lint types test
+
+bench-moments: $(VENV)/.dev
+	$(BIN)/python benchmarks/second_moment.py
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
