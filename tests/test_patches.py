@@ -196,6 +196,7 @@ def test_half_precision_accumulates_in_float32():
     [
         ((2, 3), {"kernel_size": 1}, "1 to 3 spatial"),
         ((2, 1, 4), {"kernel_size": 5}, "smaller than the kernel"),
+        ((2, 1, 4, 4), {"kernel_size": 6}, "smaller than the kernel"),
         ((2, 1, 4, 4), {"kernel_size": (2, 2, 2)}, "kernel_size"),
         ((2, 1, 4), {"kernel_size": 2, "padding": "full"}, "padding"),
         ((2, 1, 4), {"kernel_size": 2, "padding_mode": "mirror"}, "padding_mode"),

@@ -95,13 +95,15 @@ class Window:
         return replace(self, padding=((0, 0),) * self.dims, padding_mode="zeros")
 
     def locations(self, size: Sequence[int]) -> tuple[int, ...]:
-        """|T| along each dimension, for maps of this size."""
-        return tuple(
-            (length + before + after - spacing * (kernel - 1) - 1) // step + 1
-            for length, (before, after), spacing, kernel, step in zip(
-                size, self.padding, self.dilation, self.kernel_size, self.stride, strict=True
+        """|T| along each dimension, for maps of this size; an error if the kernel does not fit."""
+        padded = [n + sum(pair) for n, pair in zip(size, self.padding, strict=True)]
+        spans = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+        if any(length < span for length, span in zip(padded, spans, strict=True)):
+            raise ValueError(
+                f"the padded map {tuple(padded)} is smaller than the kernel, which spans {spans}"
             )
-        )
+        parts = zip(padded, spans, self.stride, strict=True)
+        return tuple((length - span) // step + 1 for length, span, step in parts)
 
     def pad(self, inputs: Tensor) -> Tensor:
         """The inputs with their border made explicit."""
@@ -156,6 +158,7 @@ def window_moment(inputs: Tensor, window: Window, *, homogeneous: bool, diagonal
     autocorrelations.
     """
     inputs = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
+    window.locations(inputs.shape[2:])
     if not diagonal and correlation_pays(inputs, window):
         moment = moment_by_correlation(inputs, window)
         return _with_first_moment(moment, inputs, window) if homogeneous else moment
@@ -207,14 +210,10 @@ def _axes_of_stride_one(inputs: Tensor, window: Window) -> tuple[Axis, ...]:
 
 
 def _with_first_moment(moment: Tensor, inputs: Tensor, window: Window) -> Tensor:
-    """Border a moment (groups, n, n) by what the homogeneous coordinate adds."""
+    """Add the homogeneous coordinate to a moment (groups, n, n) of these inputs' patches."""
     total = window.pad(_sum_over_examples(inputs))
     (sums,) = patch_chunks(total, window.without_padding())
-    result = moment.new_empty(moment.shape[0], 1 + moment.shape[1], 1 + moment.shape[2])
-    result[:, 1:, 1:] = moment
-    result[:, 0, 0] = len(inputs) * sums.shape[1]
-    result[:, 0, 1:] = result[:, 1:, 0] = sums.sum(1)
-    return result
+    return _bordered(moment, sums.sum(1), count=len(inputs) * sums.shape[1])
 
 
 def _sum_over_examples(inputs: Tensor) -> Tensor:
@@ -232,13 +231,19 @@ def row_moment(rows: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
     moment = rows.square().sum(1) if diagonal else rows.transpose(1, 2) @ rows
     if not homogeneous:
         return moment
-    groups, count, width = rows.shape
+    count = rows.shape[1]
     if diagonal:
         return F.pad(moment, (1, 0), value=count)
+    return _bordered(moment, rows.sum(1), count)
+
+
+def _bordered(moment: Tensor, sums: Tensor, count: int) -> Tensor:
+    """The moment (groups, n, n) of rows as that of rows with a leading 1, from their sum."""
+    groups, width = sums.shape
     result = moment.new_empty(groups, 1 + width, 1 + width)
     result[:, 1:, 1:] = moment
     result[:, 0, 0] = count
-    result[:, 0, 1:] = result[:, 1:, 0] = rows.sum(1)
+    result[:, 0, 1:] = result[:, 1:, 0] = sums
     return result
 
 
@@ -265,13 +270,7 @@ def _windows(padded: Tensor, window: Window) -> Tensor:
     for axis, (size, step, spacing) in enumerate(
         zip(window.kernel_size, window.stride, window.dilation, strict=True)
     ):
-        extent = spacing * (size - 1) + 1
-        if padded.shape[2 + axis] < extent:
-            raise ValueError(
-                f"the padded map {tuple(padded.shape[2:])} is smaller than the kernel, which spans "
-                f"{extent} along dimension {axis}"
-            )
-        view = view.unfold(2 + axis, extent, step)[..., ::spacing]
+        view = view.unfold(2 + axis, spacing * (size - 1) + 1, step)[..., ::spacing]
     return view
 
 

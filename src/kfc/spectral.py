@@ -101,6 +101,7 @@ def _spectrum(maps: Tensor, periods: Sequence[int]) -> Tensor:
 
 
 @lru_cache(maxsize=128)
+@torch.inference_mode(False)
 def _transform(
     length: int, period: int, first: bool, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -120,6 +121,7 @@ def _transform(
 
 
 @lru_cache(maxsize=128)
+@torch.inference_mode(False)
 def _inverse_transform(
     periods: tuple[int, ...],
     reach: tuple[int, ...],
