@@ -75,11 +75,21 @@ def test_complex_parameters():
         kfc.KFC(nn.Linear(2, 2, dtype=torch.complex64))
 
 
-def test_an_empty_batch():
-    model = nn.Linear(2, 3)
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(2, 3), (0, 2)),
+        (nn.Conv2d(16, 3, 5, padding=2), (0, 16, 6, 6)),
+        (nn.Conv1d(1, 3, 2), (0, 1, 6)),
+        (nn.ConvTranspose2d(2, 3, 3), (0, 2, 6, 6)),
+        (nn.LayerNorm(4), (0, 4)),
+    ],
+)
+def test_an_empty_batch(layer, shape):
+    model = nn.Sequential(layer, nn.Flatten())
     optimizer = kfc.KFC(model)
     with pytest.raises(ValueError, match="batch is empty"):
-        model(torch.zeros(0, 2))
+        model(torch.zeros(shape))
     assert optimizer.diagnostics["step"] == 0
 
 

@@ -142,6 +142,39 @@ def test_every_missing_part_is_refused_before_anything_changes():
         assert same(value, after[path]), path
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("preconditioner", "steps"), None),
+        (("preconditioner", "generator", "seed"), "a"),
+        (("preconditioner", "generator", "state"), 3),
+        (("preconditioner", "curvature", "inverse_kind"), "qr"),
+        (("clip", "gap"), None),
+        (("clip", "ratios"), 0.5),
+    ],
+)
+def test_a_part_of_the_wrong_kind_is_refused(path, value):
+    optimizer = trained(net())
+    before = snapshot(optimizer)
+    state = trained(net(), steps=3).state_dict()
+    inner = state
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(ValueError, match=path[-1]):
+        optimizer.load_state_dict(state)
+    assert snapshot(optimizer).keys() == before.keys()
+    assert optimizer.diagnostics["step"] == 2
+
+
+def test_a_state_can_be_loaded_again_and_again():
+    optimizer = trained(net())
+    state = optimizer.state_dict()
+    for _ in range(2):
+        optimizer.load_state_dict(state)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
 def test_momentum_of_another_shape_is_refused():
     state = trained(net()).state_dict()
     state["state"][0]["momentum_buffer"] = torch.zeros(1)

@@ -90,7 +90,7 @@ def test_moments_by_correlation_are_the_patches_moments(case):
     """Whether it pays or not."""
     module, inputs = case
     handler = kfc.layers.ConvolutionHandler(module)
-    moment = moment_by_correlation(inputs, handler.window())
+    moment, _ = moment_by_correlation(inputs, handler.window())
     rows = receptive_rows(module, inputs)
     if module.bias is not None:
         rows = rows[:, :, 1:]
@@ -131,6 +131,36 @@ def test_float32_moments(channels, size, kernel, stride, padding, groups, values
     channels_last = inputs.to(memory_format=torch.channels_last)
     other = kfc.patches.second_moment(channels_last, kernel, stride, padding, groups=groups)
     assert (other - found).abs().max() < 1e-6 * largest
+
+
+def test_blocks_of_frequencies_add_up(monkeypatch):
+    inputs = torch.randn(5, 3, 9, 8, dtype=torch.float64)
+    window = Window.of(2, 3, padding=1)
+    whole, trusted = moment_by_correlation(inputs, window)
+    assert trusted
+    monkeypatch.setattr(kfc.spectral, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(kfc.spectral, "CHUNK_ELEMENTS", 1)
+    parts, _ = moment_by_correlation(inputs, window)
+    torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize("brightness", [1e2, 1e4])
+def test_a_bright_border_does_not_drown_the_rest(brightness):
+    """Differences of large sums would: such maps are done by patches."""
+    inputs = torch.randn(64, 16, 14, 14)
+    inputs[..., -2:] *= brightness
+    found = kfc.patches.second_moment(inputs, 5)
+    expected = kfc.patches.second_moment(inputs.double(), 5)
+    scale = expected.diagonal().sqrt()
+    assert ((found - expected).abs() / scale.outer(scale)).max() < 1e-4
+
+
+def test_a_way_is_chosen_by_the_whole_batch_and_the_map():
+    window = Window.of(2, 3, padding=1)
+    assert correlation_pays(torch.empty(64, 64, 14, 14, device="meta"), window)
+    assert not correlation_pays(torch.empty(1, 256, 14, 14, device="meta"), window)
+    long = Window.of(1, 15, padding=7)
+    assert not correlation_pays(torch.empty(64, 64, 4000, device="meta"), long)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -200,6 +230,12 @@ def test_half_precision_accumulates_in_float32():
         ((2, 1, 4, 4), {"kernel_size": (2, 2, 2)}, "kernel_size"),
         ((2, 1, 4), {"kernel_size": 2, "padding": "full"}, "padding"),
         ((2, 1, 4), {"kernel_size": 2, "padding_mode": "mirror"}, "padding_mode"),
+        ((2, 1, 4), {"kernel_size": 0}, "kernel_size"),
+        ((2, 1, 4), {"kernel_size": 2, "stride": 0}, "stride"),
+        ((2, 1, 4), {"kernel_size": 2, "stride": 2, "padding": "same"}, "same"),
+        ((2, 1, 4), {"kernel_size": 2, "padding": -1}, "padding"),
+        ((2, 4, 4), {"kernel_size": 2, "groups": 3}, "3 groups"),
+        ((0, 4, 4), {"kernel_size": 2}, "empty"),
     ],
 )
 def test_bad_arguments_are_refused(shape, arguments, match):

@@ -169,6 +169,8 @@ class Capture:
         handler = self._handlers[name]
         if session is None or name not in session.wanted or not handler.trained():
             return
+        if isinstance(output, Tensor) and output.numel() == 0:
+            return  # an empty batch; the model's output will be refused
         if not (isinstance(output, Tensor) and output.requires_grad):
             session.without_gradient.add(name)
             return

@@ -41,6 +41,14 @@ def require_number(
         raise ValueError(f"{name} must be a finite number, {bounds}; got {value!r}")
 
 
+def require_whole(name: str, value: object, low: int | None = 1) -> None:
+    """Raise an error that names the value unless it is a whole number, of at least ``low``."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or (low is not None and isinstance(value, int) and value < low):
+        bound = "" if low is None else f" of at least {low}"
+        raise ValueError(f"{name} must be a whole number{bound}, got {value!r}")
+
+
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")

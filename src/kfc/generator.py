@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from kfc.checks import require_keys, require_whole
+
 
 class OwnGenerator:
     """A seeded generator that is made on whatever device first asks for it.
@@ -34,6 +36,15 @@ class OwnGenerator:
             saved = self._generator.device.type, self._generator.get_state()
         device, state = (None, None) if saved is None else saved
         return {"seed": self.seed, "device": device, "state": state}
+
+    def check_state(self, saved: object) -> None:
+        """Raise ``ValueError`` if it is not what ``state_dict`` gives."""
+        require_keys("generator state", saved, ("seed", "device", "state"))
+        assert isinstance(saved, Mapping)
+        require_whole("the generator's seed", saved["seed"], low=None)
+        state = saved["state"]
+        if state is not None and not isinstance(state, torch.Tensor):
+            raise ValueError(f"the generator's state must be a tensor, got {type(state).__name__}")
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.seed = saved["seed"]

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kfc.checks import require_whole
 from kfc.correlation import (
     Axis,
     coarse_axis,
@@ -23,6 +24,7 @@ from kfc.correlation import (
     phases_to_channels,
     places_in_phases,
 )
+from kfc.spectral import mirrored
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
@@ -39,8 +41,7 @@ CORRELATION_HANDICAP = 2.0
 class Window:
     """The geometry of a convolution: how its receptive fields lie on the input.
 
-    Each tuple has one entry per spatial dimension; ``padding`` holds (before, after) pairs, which
-    may be negative (cropping).
+    Each tuple has one entry per spatial dimension; ``padding`` holds (before, after) pairs.
     """
 
     kernel_size: tuple[int, ...]
@@ -70,6 +71,8 @@ class Window:
         if padding == "valid":
             pairs = ((0, 0),) * dims
         elif padding == "same":
+            if _per_dimension(stride, dims, "stride") != (1,) * dims:
+                raise ValueError('padding="same" needs a stride of 1')
             overhang = [d * (k - 1) for k, d in zip(kernel, spacing, strict=True)]
             pairs = tuple((total // 2, total - total // 2) for total in overhang)
         elif isinstance(padding, str):
@@ -77,7 +80,7 @@ class Window:
                 f'padding must be a number, a tuple, "same" or "valid", got {padding!r}'
             )
         else:
-            pairs = tuple((p, p) for p in _per_dimension(padding, dims, "padding"))
+            pairs = tuple((p, p) for p in _per_dimension(padding, dims, "padding", low=0))
         return cls(
             kernel,
             _per_dimension(stride, dims, "stride"),
@@ -142,6 +145,11 @@ def second_moment(
             f"inputs must be (examples, channels, *map) with 1 to 3 spatial dimensions, got shape "
             f"{tuple(inputs.shape)}"
         )
+    if inputs.shape[0] == 0:
+        raise ValueError("the batch is empty")
+    require_whole("groups", groups)
+    if inputs.shape[1] % groups:
+        raise ValueError(f"{inputs.shape[1]} channels cannot be split into {groups} groups")
     window = Window.of(
         inputs.dim() - 2, kernel_size, stride, padding, dilation, groups, padding_mode
     )
@@ -158,30 +166,33 @@ def window_moment(inputs: Tensor, window: Window, *, homogeneous: bool, diagonal
     autocorrelations.
     """
     inputs = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
-    window.locations(inputs.shape[2:])
     if not diagonal and correlation_pays(inputs, window):
-        moment = moment_by_correlation(inputs, window)
-        return _with_first_moment(moment, inputs, window) if homogeneous else moment
+        moment, trusted = moment_by_correlation(inputs, window)
+        if trusted:
+            return _with_first_moment(moment, inputs, window) if homogeneous else moment
     total: Tensor | None = None
     for rows in patch_chunks(inputs, window):
         part = row_moment(rows, homogeneous=homogeneous, diagonal=diagonal)
         total = part if total is None else total.add_(part)
     assert total is not None
-    return total
+    return total if diagonal else mirrored(total)
 
 
 def correlation_pays(inputs: Tensor, window: Window) -> bool:
     """Whether autocorrelations take fewer multiply-adds than patches."""
     channels = inputs.shape[1] // window.groups
     width = channels * prod(window.kernel_size)
-    by_patches = prod(window.locations(inputs.shape[2:])) * width**2
+    by_patches = len(inputs) * prod(window.locations(inputs.shape[2:])) * width**2
     axes = _axes_of_stride_one(inputs, window)
-    by_correlation = patch_moment_cost(channels * prod(window.stride), axes)
+    by_correlation = patch_moment_cost(len(inputs), channels * prod(window.stride), axes)
     return CORRELATION_HANDICAP * by_correlation < by_patches
 
 
-def moment_by_correlation(inputs: Tensor, window: Window) -> Tensor:
-    """Σ patchᵀ patch, (groups, n, n), from autocorrelations; see :mod:`kfc.correlation`."""
+def moment_by_correlation(inputs: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+    """Σ patchᵀ patch, (groups, n, n), from autocorrelations, and whether it can be trusted.
+
+    See :mod:`kfc.correlation`.
+    """
     axes = _axes_of_stride_one(inputs, window)
     if window.padding_mode != "zeros" or max(window.stride) > 1:
         inputs = window.pad(inputs)
@@ -191,8 +202,8 @@ def moment_by_correlation(inputs: Tensor, window: Window) -> Tensor:
     places = places_in_phases(maps.shape[2], window.kernel_size, window.stride, window.dilation).to(
         maps.device
     )
-    moment = patch_moment(phases_to_channels(maps, axes, window.stride), axes)
-    return moment[:, places][:, :, places]
+    moment, trusted = patch_moment(phases_to_channels(maps, axes, window.stride), axes)
+    return moment[:, places][:, :, places], trusted
 
 
 def _axes_of_stride_one(inputs: Tensor, window: Window) -> tuple[Axis, ...]:
@@ -274,10 +285,14 @@ def _windows(padded: Tensor, window: Window) -> Tensor:
     return view
 
 
-def _per_dimension(value: int | Sequence[int], dims: int, name: str) -> tuple[int, ...]:
+def _per_dimension(
+    value: int | Sequence[int], dims: int, name: str, low: int = 1
+) -> tuple[int, ...]:
     values = (value,) * dims if isinstance(value, int) else tuple(value)
     if len(values) == 1:
         values = values * dims
     if len(values) != dims:
         raise ValueError(f"{name} must be a number or {dims} of them, got {value!r}")
+    for number in values:
+        require_whole(name, number, low)
     return values

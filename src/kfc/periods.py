@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kfc.checks import require_whole
+
 
 @dataclass(frozen=True)
 class Stretch:
@@ -19,7 +21,7 @@ class Stretch:
 
     def __post_init__(self) -> None:
         for name, value in (("limit", self.limit), ("pace", self.pace)):
-            _require_whole(f"Stretch's {name}", value)
+            require_whole(f"Stretch's {name}", value)
 
     def at(self, step: int) -> int:
         """The period in force at a step."""
@@ -38,9 +40,4 @@ def is_due(period: Period, step: int) -> bool:
 def require_period(name: str, period: object) -> None:
     """Raise an error that names the argument unless it is a period."""
     if not isinstance(period, Stretch):
-        _require_whole(name, period)
-
-
-def _require_whole(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        require_whole(name, period)

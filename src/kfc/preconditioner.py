@@ -18,6 +18,7 @@ from kfc.checks import (
     require_choice,
     require_keys,
     require_number,
+    require_whole,
 )
 from kfc.curvature import Curvature
 from kfc.description import describe_layers
@@ -84,8 +85,8 @@ class Preconditioner:
         require_period("max_factor_size", max_factor_size)
         require_number("damping", damping)
         require_number("factor_decay", factor_decay, below=1)
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise ValueError(f"seed must be a whole number or None, got {seed!r}")
+        if seed is not None:
+            require_whole("seed", seed, low=None)
         require_choice("fisher", fisher, FISHER_KINDS)
         require_choice("inverse", inverse, tuple(INVERSES))
         if not isinstance(model, nn.Module):
@@ -301,8 +302,8 @@ class Preconditioner:
         self._warned_of_skipping = True
         warnings.warn(
             f"step {self.steps + 1} was skipped: the batch gave gradients, statistics or a Fisher "
-            "norm that are not finite. Parameters and factors are unchanged; further skipped "
-            "steps are only counted, in diagnostics['skipped_steps'].",
+            "norm that are not finite. The parameters are unchanged; further skipped steps are "
+            "only counted, in diagnostics['skipped_steps'].",
             stacklevel=2,
         )
 
@@ -362,7 +363,9 @@ class Preconditioner:
         require_keys(
             "preconditioner state", state, ("steps", "skipped_steps", "generator", "curvature")
         )
-        require_keys("generator state", state["generator"], ("seed", "device", "state"))
+        for counter in ("steps", "skipped_steps"):
+            require_whole(f"the state's {counter}", state[counter], low=0)
+        self.gathering.generator.check_state(state["generator"])
         self.curvature.check_state(state["curvature"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

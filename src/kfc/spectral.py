@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import pi, prod
+from math import inf, pi, prod
 
 import torch
 from torch import Tensor
 
 # Examples are transformed a few at a time, so that their spectra stay in the cache.
 CHUNK_ELEMENTS = 2**20
+# What cross spectra may take; more frequencies than that are done one block after the other.
+BLOCK_ELEMENTS = 2**24
+# Transforms are dense matrices, cheap for small maps only.
+LONGEST = 512
 
 
 def autocorrelation(maps: Tensor, reach: Sequence[int], dilation: Sequence[int]) -> Tensor:
@@ -28,46 +32,66 @@ def autocorrelation(maps: Tensor, reach: Sequence[int], dilation: Sequence[int])
         reach: the largest offset along each dimension.
 
     Returns:
-        (groups, C, C, *(2 reach + 1)), offset e at index reach + e; C(-e) is exactly C(e)ᵀ.
+        (*(2 reach + 1), groups, C, C), offset e at index reach + e; C(-e) is exactly C(e)ᵀ.
     """
     groups, channels, size = maps.shape[1], maps.shape[2], tuple(maps.shape[3:])
     if not size:
-        rows = maps.transpose(0, 1)
-        return rows.mT @ rows
+        examples = maps.transpose(0, 1)
+        return mirrored(examples.mT @ examples)
     periods = _periods(size, reach, dilation)
-    frequencies = _frequencies(periods)
-    step = max(8, CHUNK_ELEMENTS // (2 * frequencies * groups * channels))
-    # Real part Σ (Re Reᵀ + Im Imᵀ), imaginary part Σ (Re Imᵀ - Im Reᵀ), per frequency and group.
+    back = _inverse_transform(periods, tuple(reach), tuple(dilation), maps.dtype, maps.device)
+    half = maps.new_zeros(back.shape[1], groups * channels**2)
+    others = prod(periods[1:])
+    # Frequencies of the first dimension a few at a time, so that their products stay small.
+    block = max(1, BLOCK_ELEMENTS // (2 * others * groups * channels**2))
+    for start in range(0, periods[0] // 2 + 1, block):
+        rows = slice(start, min(start + block, periods[0] // 2 + 1))
+        cross = _cross_spectrum(maps, periods, rows)
+        for part, products in zip(back, cross, strict=True):
+            products = products.reshape(-1, groups * channels**2)
+            half.addmm_(part[:, rows.start * others : rows.stop * others], products)
+    return _with_mirror_image(half.reshape(*_half_offsets(reach), groups, channels, channels))
+
+
+def _cross_spectrum(maps: Tensor, periods: Sequence[int], rows: slice) -> Tensor:
+    """Σ over examples of conj(A) Aᵀ, real and imaginary: (2, frequencies · groups, C, C).
+
+    Real part Re Reᵀ + Im Imᵀ, imaginary part Re Imᵀ - Im Reᵀ, with A the spectrum at the given
+    frequencies of the first dimension and all of the others.
+    """
+    groups, channels = maps.shape[1:3]
+    frequencies = (rows.stop - rows.start) * prod(periods[1:])
+    step = max(1, CHUNK_ELEMENTS // (2 * frequencies * groups * channels))
     cross = maps.new_zeros(2, frequencies * groups, channels, channels)
     for some in maps.split(step):
-        spectrum = _spectrum(some, periods)
+        spectrum = _spectrum(some, periods, rows)
         real, imaginary = spectrum.chunk(2, dim=1)
         cross[0].baddbmm_(spectrum.mT, spectrum)
         cross[1].baddbmm_(real.mT, imaginary)
     cross[1] -= cross[1].mT.clone()
-    back = _inverse_transform(periods, tuple(reach), tuple(dilation), maps.dtype, maps.device)
-    half = (back @ cross.reshape(2 * frequencies, -1)).reshape(
-        *_half_offsets(reach), groups, channels, channels
-    )
-    dims = len(size)
-    return _with_mirror_image(half.permute(dims, dims + 1, dims + 2, *range(dims)))
+    return cross
 
 
 def autocorrelation_cost(
-    channels: int, size: Sequence[int], reach: Sequence[int], dilation: Sequence[int]
+    examples: int, channels: int, size: Sequence[int], reach: Sequence[int], dilation: Sequence[int]
 ) -> float:
-    """Multiply-adds of ``autocorrelation`` per example and group, but for the way back."""
+    """Multiply-adds of ``autocorrelation`` per group; infinite for maps too long for it."""
     if not size:
-        return channels**2
+        return examples * channels**2
+    if max(size) > LONGEST:
+        return inf
     periods = _periods(size, reach, dilation)
-    cost = 3.0 * _frequencies(periods) * channels**2
+    frequencies = _frequencies(periods)
+    # The way back, and the passes over the cross spectra, do not grow with the batch.
+    fixed = 2.0 * (prod(_half_offsets(reach)) + 8) * frequencies * channels**2
+    cost = 3.0 * frequencies * channels**2
     done, left = 1, prod(size)
     for axis, (length, period) in enumerate(zip(size, periods, strict=True)):
         left //= length
         count = period // 2 + 1 if axis == 0 else period
         cost += channels * done * (2 * count) * (length if axis == 0 else 2 * length) * left
         done *= count
-    return cost
+    return examples * cost + fixed
 
 
 def _periods(size: Sequence[int], reach: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
@@ -85,13 +109,17 @@ def _half_offsets(reach: Sequence[int]) -> tuple[int, ...]:
     return (reach[0] + 1, *(2 * r + 1 for r in reach[1:]))
 
 
-def _spectrum(maps: Tensor, periods: Sequence[int]) -> Tensor:
-    """(frequencies · groups, 2 M, C), real parts before imaginary, of maps (M, groups, C, *map)."""
+def _spectrum(maps: Tensor, periods: Sequence[int], rows: slice) -> Tensor:
+    """(frequencies · groups, 2 M, C), real parts before imaginary, of maps (M, groups, C, *map).
+
+    Of the first dimension only the frequencies in ``rows``.
+    """
     examples, groups, channels, *size = maps.shape
     # Positions outermost: each transform is then one product with long, contiguous rows.
     values = maps.permute(*range(3, maps.dim()), 0, 1, 2).reshape(size[0], -1)
-    values = _transform(size[0], periods[0], True, maps.dtype, maps.device) @ values
-    done = periods[0] // 2 + 1
+    first = _transform(size[0], periods[0], True, maps.dtype, maps.device)
+    values = first[2 * rows.start : 2 * rows.stop] @ values
+    done = rows.stop - rows.start
     for length, period in zip(size[1:], periods[1:], strict=True):
         matrix = _transform(length, period, False, maps.dtype, maps.device)
         values = matrix @ values.reshape(done, 2 * length, -1)
@@ -100,7 +128,7 @@ def _spectrum(maps: Tensor, periods: Sequence[int]) -> Tensor:
     return parts.reshape(done * groups, 2 * examples, channels)
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=32)
 @torch.inference_mode(False)
 def _transform(
     length: int, period: int, first: bool, dtype: torch.dtype, device: torch.device
@@ -120,7 +148,7 @@ def _transform(
     return torch.stack([real, imaginary], dim=1).flatten(0, 1).to(device, dtype)
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=32)
 @torch.inference_mode(False)
 def _inverse_transform(
     periods: tuple[int, ...],
@@ -129,7 +157,7 @@ def _inverse_transform(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """From real and imaginary cross spectra to half the offsets, (offsets, 2 frequencies)."""
+    """From real and from imaginary cross spectra to half the offsets, (2, offsets, frequencies)."""
     dims = len(periods)
     angles = torch.zeros([1] * 2 * dims, dtype=torch.float64)
     for axis, (period, far, spacing) in enumerate(zip(periods, reach, dilation, strict=True)):
@@ -146,7 +174,7 @@ def _inverse_transform(
     weights = weights.reshape(-1, *[1] * (dims - 1)) / prod(periods)
     parts = (weights * angles.cos(), -weights * angles.sin())
     count = prod(_half_offsets(reach))
-    return torch.cat([part.reshape(count, -1) for part in parts], dim=1).to(device, dtype)
+    return torch.stack([part.reshape(count, -1) for part in parts]).to(device, dtype)
 
 
 def _angles(first: Tensor, second: Tensor, period: int) -> Tensor:
@@ -156,29 +184,22 @@ def _angles(first: Tensor, second: Tensor, period: int) -> Tensor:
 
 def _with_mirror_image(half: Tensor) -> Tensor:
     """All offsets from those with e >= 0 along the first dimension, by C(-e) = C(e)ᵀ."""
-    dims = list(range(3, half.dim()))
-    mirrored = half.transpose(1, 2).flip(dims)
+    dims = list(range(half.dim() - 3))
+    other = half.mT.flip(dims)
     # On e = 0 along the first dimension both are there: keep one of each pair.
-    seam = half[:, :, :, :1]
-    other = mirrored[:, :, :, -1:]
-    if len(dims) > 1:
-        ahead = _ahead(seam.shape[3:], half.device)
-        seam = torch.where(ahead, seam, other)
-    seam = _symmetric_at_zero(seam)
-    return torch.cat([mirrored[:, :, :, :-1], seam, half[:, :, :, 1:]], dim=3)
+    ahead = _ahead(half.shape[1 : len(dims)], half.device)
+    seam = torch.where(ahead[..., None, None, None], half[0], other[-1])
+    zero = seam[tuple(n // 2 for n in half.shape[1 : len(dims)])]
+    zero.copy_(mirrored(zero))
+    return torch.cat([other[:-1], seam.unsqueeze(0), half[1:]])
+
+
+def mirrored(matrix: Tensor) -> Tensor:
+    """Symmetric to the bit: the lower triangle is the upper one."""
+    return matrix.triu() + matrix.triu(1).mT
 
 
 def _ahead(shape: Sequence[int], device: torch.device) -> Tensor:
     """Which offsets of the seam come at or after zero, in reading order."""
     index = torch.arange(prod(shape), device=device).reshape(tuple(shape))
     return index >= prod(shape) // 2
-
-
-def _symmetric_at_zero(seam: Tensor) -> Tensor:
-    """C(0) is symmetric exactly: its lower triangle is its upper one."""
-    seam = seam.clone()
-    zero = seam
-    for dim in range(seam.dim() - 1, 2, -1):
-        zero = zero.select(dim, seam.shape[dim] // 2)
-    zero.copy_(zero.triu() + zero.triu(1).mT)
-    return seam

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kfc.checks import raise_differences, require_keys, require_number
 from kfc.kronecker import Factors
 from kfc.optimizers.averaging import has_average, swapped_in
+from kfc.optimizers.groups import HYPER_PARAMETERS
 from kfc.preconditioner import Preconditioner
 
 STATE_KEYS = ("state", "param_groups", "parameters", "preconditioner")
@@ -195,7 +196,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         require_keys("optimizer state", state_dict, STATE_KEYS)
         raise_differences("parameters", state_dict["parameters"], self._parameter_shapes())
         for group in state_dict["param_groups"]:
-            require_keys("param group", group, ("params", "param_names", *self.defaults))
+            require_keys("param group", group, ("params", "param_names", *HYPER_PARAMETERS))
         saved, own = (
             {f"group {i}": list(group["param_names"]) for i, group in enumerate(groups)}
             for groups in (state_dict["param_groups"], self.param_groups)

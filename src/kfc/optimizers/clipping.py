@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kfc.checks import require_keys
+
 # ν is taken to be below MARGIN times what the largest recent ratio predicts.
 MARGIN = 2.0
 # How many recent exact values are kept to predict from.
@@ -87,6 +89,16 @@ class FisherClip:
             "gap": self._gap,
             "ratios": list(self._ratios),
         }
+
+    @staticmethod
+    def check_state(state: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` if it is not what ``state_dict`` gives."""
+        expected = FisherClip(1.0, None).state_dict()
+        require_keys("clip state", state, expected)
+        for name, example in expected.items():
+            fits = list if isinstance(example, list) else (int, float)
+            if not isinstance(state[name], fits):
+                raise ValueError(f"the clip state's {name} cannot be {state[name]!r}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.norm = state["norm"]

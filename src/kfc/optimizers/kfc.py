@@ -286,7 +286,7 @@ class KFC(CurvatureOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         require_keys("optimizer state", state_dict, ("clip",))
         if state_dict["clip"] is not None:
-            require_keys("clip state", state_dict["clip"], FisherClip(1.0, None).state_dict())
+            FisherClip.check_state(state_dict["clip"])
         super().load_state_dict(state_dict)
         if self._clip is not None and state_dict["clip"] is not None:
             self._clip.load_state_dict(state_dict["clip"])
