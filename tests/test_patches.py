@@ -155,6 +155,17 @@ def test_a_bright_border_does_not_drown_the_rest(brightness):
     assert ((found - expected).abs() / scale.outer(scale)).max() < 1e-4
 
 
+def test_a_unit_that_is_active_at_the_border_alone_is_no_reason_for_patches():
+    inputs = torch.randn(64, 16, 14, 14).relu()
+    inputs[:, 3] *= 1e-2
+    inputs[:, 3, 1:] = 0
+    inputs[:, 5] = 0
+    found, trusted = moment_by_correlation(inputs, Window.of(2, 5, padding=2))
+    assert trusted
+    expected = kfc.patches.second_moment(inputs.double(), 5, padding=2, bias=False)
+    assert (found[0] / 64 - expected).abs().max() < 1e-5 * expected.max()
+
+
 def test_a_way_is_chosen_by_the_whole_batch_and_the_map():
     window = Window.of(2, 3, padding=1)
     assert correlation_pays(torch.empty(64, 64, 14, 14, device="meta"), window)
