@@ -48,7 +48,7 @@ def demo(
 ) -> None:
     """Train a small network on the embedded digits with SGD and with KFC, side by side.
 
-    Example: kfc demo --epochs 30 --out /tmp/demo.html
+    Example: kfc demo --epochs 30 --out demo.html
     """
     if out.is_dir():
         raise typer.BadParameter(f"{out} is a folder; name a file for the page", param_hint="--out")

@@ -36,6 +36,10 @@ body {{ font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 75rem; mar
 table {{ border-collapse: collapse; white-space: nowrap; }}
 th, td {{ padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd; }}
 th:first-child, td:first-child {{ text-align: left; }}
+@media (max-width: 40rem) {{
+  table {{ white-space: normal; font-size: .85rem; }}
+  th, td {{ padding: .3rem; }}
+}}
 </style>
 </head>
 <body>
@@ -53,7 +57,13 @@ def write_page(path: Path, title: str, introduction: str, runs: Sequence[Run]) -
     figures = []
     for index, (axis, label) in enumerate(AXES):
         figure = curves(runs, axis, label)
-        figures.append(figure.to_html(full_html=False, include_plotlyjs=index == 0))
+        html = figure.to_html(
+            full_html=False,
+            include_plotlyjs=index == 0,
+            default_width="100%",
+            config={"responsive": True},
+        )
+        figures.append(f'<div class="scroll">{html}</div>')
     page = PAGE.format(
         title=escape(title),
         introduction=escape(introduction),
