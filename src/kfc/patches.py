@@ -133,8 +133,13 @@ def second_moment(
 
     Args:
         inputs: (M, J, *map) with one to three spatial dimensions.
-        kernel_size, stride, padding, dilation, groups, padding_mode: as in ``torch.nn.Conv*d``.
+        kernel_size: as in ``torch.nn.Conv*d``, and so are the others but ``bias``.
+        stride: a number, or one per dimension.
+        padding: a number, one per dimension, ``"same"`` or ``"valid"``.
+        dilation: a number, or one per dimension.
+        groups: of channels, each with its own patches.
         bias: whether patches carry the homogeneous coordinate, first.
+        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
 
     Returns:
         (n, n), or (groups, n, n) if there are several, with n = bias + J/groups · ∏ kernel_size;

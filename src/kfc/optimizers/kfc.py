@@ -46,8 +46,9 @@ class KFC(CurvatureOptimizer):
         weight_decay: λ, the coefficient of ½‖θ‖² in the objective; it enters the gradient and the
             damping.
         damping: γ, added to λ in the damping √(λ + γ) of the factors.
-        statistics_period, inverse_period: T_s and T_f, in steps: a number, or by default a
-            :class:`kfc.Stretch`, which begins at 1 and grows as the curvature settles.
+        statistics_period: T_s, in steps: a number, or by default a :class:`kfc.Stretch`, which
+            begins at 1 and grows as the curvature settles.
+        inverse_period: T_f, likewise.
         factor_decay: ξ, the weight of the old value in the factors' moving averages.
         fisher_clip: C; an update v with ν = vᵀFv + λvᵀv > C, F exact, is divided by √(ν/C).
             ``None``: no clipping.
@@ -60,7 +61,12 @@ class KFC(CurvatureOptimizer):
         groups: options by name, ``{"prefix": "conv1", "lr": 1e-3}`` or ``{"prefix": "*.bias",
             "weight_decay": 0.0}``; a prefix is the name of a module or parameter, a pattern, or a
             list of them. The first that fits a parameter counts.
-        likelihood, fisher, inverse, output, seed: see :class:`kfc.Preconditioner`.
+        likelihood: what the loss says of the outputs; this and the rest as in
+            :class:`kfc.Preconditioner`.
+        fisher: which targets the curvature is for.
+        inverse: how the damping enters.
+        output: picks the tensor of outputs from what the model returns.
+        seed: of the generator that draws targets.
     """
 
     def __init__(
