@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow coverage lint types check bench-moments docs clean
+.PHONY: demo test test-slow coverage lint types check bench-moments bench-step docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kfc demo
@@ -32,6 +32,9 @@ check: lint types test
 
 bench-moments: $(VENV)/.dev
 	$(BIN)/python benchmarks/second_moment.py
+
+bench-step: $(VENV)/.dev
+	$(BIN)/python benchmarks/step.py
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict

@@ -26,6 +26,10 @@ Output = Callable[[Any], Tensor]
 Vector = TypeVar("Vector", Mapping[str, Tensor], Sequence[Tensor])
 
 
+class ForwardModeError(RuntimeError):
+    """An operation of the model has no forward-mode derivative."""
+
+
 def vector_product(
     model: nn.Module,
     inputs: Any,
@@ -138,7 +142,7 @@ def _run(model: nn.Module, state: dict[str, Tensor], call: ModelCall) -> Any:
     except (NotImplementedError, RuntimeError) as error:
         if not any(words in str(error) for words in ("forward AD", "forward mode AD")):
             raise
-        raise RuntimeError(
+        raise ForwardModeError(
             "exact Fisher products need forward-mode differentiation, which an operation of this "
             f"model lacks: {str(error).splitlines()[0]} Set fisher_clip=None to train without "
             "them."

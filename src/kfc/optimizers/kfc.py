@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from kfc.capture import ModelCall
 from kfc.checks import require_keys, require_number
-from kfc.fisher import Output, quadratic_form_of_call
+from kfc.fisher import ForwardModeError, Output, quadratic_form_of_call
 from kfc.gathering import FisherKind
 from kfc.layers import mixes_examples
 from kfc.layers.base import DEFAULT_MAX_FACTOR_SIZE
@@ -246,6 +246,8 @@ class KFC(CurvatureOptimizer):
             norm = quadratic_form_of_call(
                 self.model, part, update, gathering.likelihood, gathering.output
             )
+        except ForwardModeError:
+            raise
         except Exception as error:
             raise RuntimeError(
                 f"while clipping, running the model on the first {count} of {examples} examples "
