@@ -117,10 +117,16 @@ def spread_factor(largest: float, n: int = 60) -> torch.Tensor:
     return ((basis * spectrum) @ basis.T)[None].float()
 
 
+def shifted_inverse(factor: torch.Tensor, shift: float) -> torch.Tensor:
+    """Dense, by applying it to the identity."""
+    (inverse,) = invert_shifted([factor], [torch.tensor([shift], dtype=factor.dtype)])
+    return inverse.times(torch.eye(factor.shape[-1], dtype=factor.dtype)[None])
+
+
 @pytest.mark.parametrize("largest", [1e3, 1e4, 1e6])
 def test_float32_inverses_stay_accurate_when_badly_conditioned(largest):
     factor = spread_factor(largest)
-    (inverse,) = invert_shifted([factor], [torch.tensor([1e-2])])
+    inverse = shifted_inverse(factor, 1e-2)
     # The truth for the factor as float32 holds it; what rounding made negative counts as zero.
     values, basis = torch.linalg.eigh(factor.double())
     true = (basis / (values.clamp_min(0) + 1e-2).unsqueeze(-2)) @ basis.mT
@@ -129,7 +135,7 @@ def test_float32_inverses_stay_accurate_when_badly_conditioned(largest):
 
 def test_an_inverse_is_never_larger_than_the_damping_allows():
     """At 1e10 to 1, small eigenvalues are rounding errors, some negative: the shift must bound."""
-    (inverse,) = invert_shifted([spread_factor(1e8)], [torch.tensor([1e-2])])
+    inverse = shifted_inverse(spread_factor(1e8), 1e-2)
     values = torch.linalg.eigvalsh(inverse.double())
     assert values.min() > -1e-3
     assert values.max() < 1.01 / 1e-2
@@ -137,7 +143,7 @@ def test_an_inverse_is_never_larger_than_the_damping_allows():
 
 def test_singular_factors_get_their_pseudo_inverse():
     factor = random_factor(1, 6, rank=2)
-    (inverse,) = invert_shifted([factor], [torch.zeros(1, dtype=DOUBLE)])
+    inverse = shifted_inverse(factor, 0.0)
     torch.testing.assert_close(inverse, torch.linalg.pinv(factor), rtol=1e-6, atol=1e-8)
 
 

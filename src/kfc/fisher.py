@@ -8,6 +8,7 @@ were, and dropout draws the mask that the next forward pass would draw.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
 from kfc.capture import ModelCall, suspended
@@ -24,6 +26,9 @@ from kfc.likelihoods import Likelihood, resolve_likelihood
 
 Output = Callable[[Any], Tensor]
 Vector = TypeVar("Vector", Mapping[str, Tensor], Sequence[Tensor])
+
+
+CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 
 
 class ForwardModeError(RuntimeError):
@@ -112,18 +117,34 @@ def _dual_run(
     output: Output | None,
 ) -> tuple[Tensor, Tensor]:
     """Run the model on dual parameters: the outputs, and how they change along the tangents."""
+    if not _decompositions_are_loaded():
+        try:
+            return _try_dual_run(model, call, tangents, leaves, output)
+        except ForwardModeError:
+            _load_decompositions()
+    return _try_dual_run(model, call, tangents, leaves, output)
+
+
+def _try_dual_run(
+    model: nn.Module,
+    call: ModelCall,
+    tangents: Mapping[str, Tensor],
+    leaves: Mapping[str, Tensor],
+    output: Output | None,
+) -> tuple[Tensor, Tensor]:
     state: dict[str, Tensor] = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with ExitStack() as stack:
         stack.enter_context(suspended())
         stack.enter_context(_forked_random_state(model))
         stack.enter_context(forward_ad.dual_level())
         stack.enter_context(_attention_with_forward_mode())
+        stack.enter_context(_WithoutZeroTangents())
         if call.autocast is not None:
             stack.enter_context(torch.autocast(call.autocast[0], dtype=call.autocast[1]))
         for name, parameter in model.named_parameters():
             primal = leaves.get(name, parameter.detach())
             tangent = tangents.get(name)
-            state[name] = primal if tangent is None else _dual(primal, tangent)
+            state[name] = primal if tangent is None else _dual(primal, tangent.to(primal))
         result = _run(model, state, call)
         selected = select_output(result, output)
         outputs, change = forward_ad.unpack_dual(selected)
@@ -132,8 +153,48 @@ def _dual_run(
 
 
 def _dual(primal: Tensor, tangent: Tensor) -> Tensor:
-    dual: Tensor = forward_ad.make_dual(primal, tangent.to(primal))
+    # Not forward_ad.make_dual: its first call loads the decompositions below.
+    dual: Tensor = torch._VF._make_dual(primal, tangent, level=forward_ad._current_level)
     return dual
+
+
+def _decompositions_are_loaded() -> bool:
+    return "torch._decomp.decompositions_for_jvp" in sys.modules
+
+
+def _load_decompositions() -> None:
+    """Forward mode for the few operations that have it by decomposition only.
+
+    Loading them takes as long as a training step of a small network, and hardly a model needs one.
+    """
+    with forward_ad.dual_level():
+        forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+
+
+class _WithoutZeroTangents(TorchFunctionMode):
+    """Spares a convolution of data the tangent of its input, which is zero.
+
+    torch would convolve those zeros all the same: a third of the work of a first layer, and the
+    first layer's maps are the largest.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in CONVOLUTIONS and len(args) >= 3:
+            inputs, *learned = args[:3]
+            weight, bias = (_primal_and_tangent(tensor) for tensor in learned)
+            if weight[1] is not None and _primal_and_tangent(inputs)[1] is None:
+                outputs = func(inputs, weight[0], bias[0], *args[3:], **kwargs)
+                with torch.no_grad():
+                    change = func(inputs, weight[1], bias[1], *args[3:], **kwargs)
+                return _dual(outputs, change)
+        return func(*args, **kwargs)
+
+
+def _primal_and_tangent(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if tensor is None else forward_ad.unpack_dual(tensor)
 
 
 def _run(model: nn.Module, state: dict[str, Tensor], call: ModelCall) -> Any:
