@@ -1,5 +1,7 @@
 """Patch moments against the layer's own Jacobian."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -108,16 +110,18 @@ USUAL = [
 ]
 
 
+@pytest.mark.parametrize("way", ["correlation", "patches"])
 @pytest.mark.parametrize("values", ["random", "constant", "rectified"])
 @pytest.mark.parametrize(("channels", "size", "kernel", "stride", "padding", "groups"), USUAL)
-def test_float32_moments(channels, size, kernel, stride, padding, groups, values):
+def test_float32_moments(channels, size, kernel, stride, padding, groups, values, way, monkeypatch):
+    always, never = -math.inf, math.inf
+    monkeypatch.setattr(kfc.patches, "CORRELATION_START", always if way == "correlation" else never)
     inputs = torch.randn(32, channels, size, size)
     if values == "constant":
         inputs = torch.ones_like(inputs)
     elif values == "rectified":
         inputs = inputs.relu()
     window = Window.of(2, kernel, stride, padding, groups=groups)
-    assert correlation_pays(inputs, window)
     found = kfc.patches.second_moment(inputs, kernel, stride, padding, groups=groups)
     wide = sum(
         row_moment(rows, homogeneous=True, diagonal=False)

@@ -4,8 +4,7 @@ The block (d, d') of Ω is Σ_t a[t + d] a[t + d']ᵀ over the output locations 
 the autocorrelation C(d' - d), the same for every pair with the same difference. What the border
 takes away are the pairs of t before the first location or after the last; along that dimension
 both lie in a strip as wide as the kernel overhangs. With the strip's rows as channels, its
-contribution is an autocorrelation again, along the other dimensions; strips along two dimensions
-are subtracted twice, and their corners added back (inclusion-exclusion).
+contribution is a second moment of patches again, along the other dimensions.
 
 A stride is taken away first: the phases of the map become channels.
 """
@@ -13,8 +12,7 @@ A stride is taken away first: the phases of the map become channels.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -22,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfc.spectral import autocorrelation, autocorrelation_cost
+from kfc.spectral import PASS, autocorrelation, autocorrelation_cost
 
 Side = Literal["before", "after"]
 SIDES: tuple[Side, ...] = ("before", "after")
@@ -44,6 +42,11 @@ class Axis:
     @property
     def reach(self) -> int:
         return self.kernel - 1
+
+    def borderless(self) -> Axis:
+        """With output locations wherever the kernel meets the map."""
+        extent = self.dilation * self.reach
+        return replace(self, padding=(extent, extent))
 
     def overhang(self, side: Side) -> int:
         """How many pixels at the border not every offset sees."""
@@ -77,27 +80,33 @@ def patch_moment(maps: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, Tensor]:
     """
     groups, channels = maps.shape[1:3]
     dims = len(axes)
-    # (*D, *D, groups, C, C): the offsets of the first factor, then those of the second. Channels
-    # are innermost, so that whole matrices are moved and added.
-    correlation = autocorrelation(maps, *_reach(axes))
-    energy = correlation[tuple(axis.reach for axis in axes)].diagonal(dim1=-2, dim2=-1)
-    total = _by_offset_pairs(correlation, axes)
-    for sides in _border_parts(axes):
-        sign = -1 if len(sides) % 2 else 1
-        part = _strip_moment(maps, axes, sides)
-        pairs = [list(axes[axis].missing_pairs(side)) for axis, side in sides.items()]
-        for chosen in product(*pairs):
-            there, here = total, part
-            for axis, (offsets, positions) in zip(sides, chosen, strict=True):
-                for dim in (axis, dims + axis):
-                    there = _sliced(there, dim, offsets)
-                    here = _sliced(here, dim, positions)
-            there.add_(here, alpha=sign)
+    total, energy = _moment_of_pairs(maps, axes)
+    # Channels before offsets: (groups, C, *D, C, *D).
     order = [2 * dims, 2 * dims + 1, *range(dims), 2 * dims + 2, *range(dims, 2 * dims)]
     width = channels * prod(axis.kernel for axis in axes)
     moment = total.permute(order).reshape(groups, width, width)
     seen = moment.diagonal(dim1=-2, dim2=-1).reshape(groups, channels, -1)
     return moment, _survives_rounding(energy, seen)
+
+
+def _moment_of_pairs(maps: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, Tensor]:
+    """(*D, *D, groups, C, C), and each channel's energy, (groups, C).
+
+    The offsets of the first factor come before those of the second. Channels are innermost, so
+    that whole matrices are moved and added.
+    """
+    correlation = autocorrelation(maps, [a.reach for a in axes], [a.dilation for a in axes])
+    energy = correlation[tuple(axis.reach for axis in axes)].diagonal(dim1=-2, dim2=-1)
+    total = _by_offset_pairs(correlation, axes)
+    for index, side in _border(axes):
+        strip, rest = _strip_as_channels(maps, axes, index, side)
+        part = _with_strip_as_axis(_moment_of_pairs(strip, rest)[0], axes[index], index, side)
+        for offsets, positions in axes[index].missing_pairs(side):
+            there, here = total, part
+            for dim in (index, len(axes) + index):
+                there, here = _sliced(there, dim, offsets), _sliced(here, dim, positions)
+            there.sub_(here)
+    return total, energy
 
 
 def _survives_rounding(energy: Tensor, seen: Tensor) -> Tensor:
@@ -112,13 +121,14 @@ def _survives_rounding(energy: Tensor, seen: Tensor) -> Tensor:
 
 
 def patch_moment_cost(examples: int, channels: int, axes: Sequence[Axis]) -> float:
-    """Multiply-adds of ``patch_moment`` per group."""
-    whole = [axis.length for axis in axes]
-    cost = autocorrelation_cost(examples, channels, whole, *_reach(axes))
-    for sides in _border_parts(axes):
-        wide = channels * prod(axes[axis].overhang(side) for axis, side in sides.items())
-        rest = [axis for index, axis in enumerate(axes) if index not in sides]
-        cost += autocorrelation_cost(examples, wide, [a.length for a in rest], *_reach(rest))
+    """Of ``patch_moment`` per group, in multiply-adds."""
+    size, reach = [axis.length for axis in axes], [axis.reach for axis in axes]
+    cost = autocorrelation_cost(examples, channels, size, reach, [a.dilation for a in axes])
+    # Some ten passes over the result: gathered, borders taken away, put into order.
+    cost += 10.0 * PASS * (channels * prod(axis.kernel for axis in axes)) ** 2
+    for index, side in _border(axes):
+        wide = channels * axes[index].overhang(side)
+        cost += patch_moment_cost(examples, wide, _rest(axes, index))
     return cost
 
 
@@ -159,42 +169,42 @@ def places_in_phases(
     return place.flatten()
 
 
-def _reach(axes: Sequence[Axis]) -> tuple[list[int], list[int]]:
-    return [axis.reach for axis in axes], [axis.dilation for axis in axes]
+def _border(axes: Sequence[Axis]) -> Iterator[tuple[int, Side]]:
+    """The strips at the border: along which dimension, on which side."""
+    for index, axis in enumerate(axes):
+        for side in SIDES:
+            if axis.overhang(side):
+                yield index, side
 
 
-def _border_parts(axes: Sequence[Axis]) -> Iterator[dict[int, Side]]:
-    """Every way to be beyond the border: along which dimensions, on which sides."""
-    choices = [[None, *(side for side in SIDES if axis.overhang(side))] for axis in axes]
-    for sides in product(*choices):
-        chosen = {index: side for index, side in enumerate(sides) if side is not None}
-        if chosen:
-            yield chosen
+def _rest(axes: Sequence[Axis], index: int) -> list[Axis]:
+    """The axes of a strip along the one with this index.
+
+    What lies beyond the border along two of them must go once only: with the earlier one's strips,
+    so that in the later one's strips, all of the earlier one counts.
+    """
+    return [axis.borderless() for axis in axes[:index]] + list(axes[index + 1 :])
 
 
-def _strip_moment(maps: Tensor, axes: Sequence[Axis], sides: dict[int, Side]) -> Tensor:
-    """(*, *, groups, C, C) with positions in the strip where there is one, else offsets."""
-    channels, dims, count = maps.shape[2], len(axes), len(sides)
-    strips = maps
-    for index, side in sides.items():
-        strips = _strip(strips, 3 + index, side, axes[index].overhang(side))
-    inside = [index for index in range(dims) if index not in sides]
-    # Positions in the strips are outer channels: (M, groups, *strips, C, *rest).
-    strips = strips.permute(0, 1, *(3 + i for i in sides), 2, *(3 + i for i in inside))
-    rest = [axes[index] for index in inside]
-    correlation = autocorrelation(strips.flatten(2, 2 + count), *_reach(rest))
-    pairs = _by_offset_pairs(correlation, rest)
-    widths = [axes[index].overhang(side) for index, side in sides.items()]
-    pairs = pairs.reshape(*pairs.shape[:-2], *widths, channels, *widths, channels)
-    # Dimension of each axis, for the first and the second factor.
-    base = 2 * len(inside)
-    first, second = {}, {}
-    for position, index in enumerate(inside):
-        first[index], second[index] = position, len(inside) + position
-    for position, index in enumerate(sides):
-        first[index], second[index] = base + 1 + position, base + 2 + count + position
-    order = [first[i] for i in range(dims)] + [second[i] for i in range(dims)]
-    return pairs.permute(*order, base, base + 1 + count, base + 2 + 2 * count)
+def _strip_as_channels(
+    maps: Tensor, axes: Sequence[Axis], index: int, side: Side
+) -> tuple[Tensor, list[Axis]]:
+    """(M, groups, width · C, *rest), positions in the strip as outer channels; and its axes."""
+    strip = _strip(maps, 3 + index, side, axes[index].overhang(side))
+    return strip.movedim(3 + index, 2).flatten(2, 3), _rest(axes, index)
+
+
+def _with_strip_as_axis(pairs: Tensor, axis: Axis, index: int, side: Side) -> Tensor:
+    """(*rest, *rest, groups, width · C, width · C) -> (*D, *D, groups, C, C).
+
+    But along the axis with this index, with positions in the strip in place of offsets.
+    """
+    width = axis.overhang(side)
+    channels = pairs.shape[-1] // width
+    rest = (pairs.dim() - 3) // 2
+    split = pairs.reshape(*pairs.shape[:-2], width, channels, width, channels)
+    # (*rest, *rest, groups, width, C, width, C): the second factor's positions go first.
+    return split.movedim(-2, rest + index).movedim(-3, index)
 
 
 def _strip(maps: Tensor, dim: int, side: Side, width: int) -> Tensor:

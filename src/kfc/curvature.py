@@ -76,19 +76,24 @@ class Curvature:
 
     def take_up(self, decay: float) -> None:
         """Moving averages (eqn 24) of the pending statistics; a layer's first ones set them."""
+        running: list[Tensor] = []
+        means: list[Tensor] = []
         for name, moments in self.pending.items():
             layer = self.layers[name]
             roles = tuple(self.handlers[name].trained())
-            means = tuple(moment.mean() for moment in moments)
+            new = tuple(moment.to_mean_() for moment in moments)
             if layer.running is None or layer.roles != roles:
                 inverse = layer.inverse if layer.roles == roles else None
-                self.layers[name] = LayerCurvature(roles, means, inverse, layer.damping)
+                self.layers[name] = LayerCurvature(roles, new, inverse, layer.damping)
                 continue
             # The model's dtype may have changed.
             layer.running = tuple(
-                running.to(mean.dtype).lerp_(mean, 1 - decay)
-                for running, mean in zip(layer.running, means, strict=True)
+                old.to(mean.dtype) for old, mean in zip(layer.running, new, strict=True)
             )
+            running += layer.running
+            means += new
+        if running:
+            torch._foreach_lerp_(running, means, 1 - decay)
         self.pending.clear()
 
     def replace_by_pending(self) -> None:

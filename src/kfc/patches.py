@@ -24,7 +24,7 @@ from kfc.correlation import (
     phases_to_channels,
     places_in_phases,
 )
-from kfc.spectral import mirrored
+from kfc.spectral import PASS, mirrored
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
@@ -33,8 +33,9 @@ PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 CHUNK_ELEMENTS = 2**23
 
 # A multiply-add of the autocorrelations, in many small products, costs about as much as this many
-# of one large product.
+# of one large product; and their many operations, however small, as much as this many in all.
 CORRELATION_HANDICAP = 2.0
+CORRELATION_START = 1.3e8
 
 
 @dataclass(frozen=True)
@@ -184,13 +185,16 @@ def window_moment(inputs: Tensor, window: Window, *, homogeneous: bool, diagonal
 
 
 def correlation_pays(inputs: Tensor, window: Window) -> bool:
-    """Whether autocorrelations take fewer multiply-adds than patches."""
+    """Whether autocorrelations take less work than patches, in multiply-adds."""
+    # Of one group; they share the start.
     channels = inputs.shape[1] // window.groups
     width = channels * prod(window.kernel_size)
-    by_patches = len(inputs) * prod(window.locations(inputs.shape[2:])) * width**2
+    # Patches are written and read once.
+    by_patches = len(inputs) * prod(window.locations(inputs.shape[2:])) * width * (width + 2 * PASS)
     axes = _axes_of_stride_one(inputs, window)
     by_correlation = patch_moment_cost(len(inputs), channels * prod(window.stride), axes)
-    return CORRELATION_HANDICAP * by_correlation < by_patches
+    start = CORRELATION_START / window.groups
+    return start + CORRELATION_HANDICAP * by_correlation < by_patches
 
 
 def moment_by_correlation(inputs: Tensor, window: Window) -> tuple[Tensor, Tensor]:

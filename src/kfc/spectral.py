@@ -20,6 +20,8 @@ from torch import Tensor
 CHUNK_ELEMENTS = 2**20
 # What cross spectra may take; more frequencies than that are done one block after the other.
 BLOCK_ELEMENTS = 2**24
+# A pass over memory costs about as much as this many multiply-adds for each element.
+PASS = 20
 # Transforms are dense matrices, cheap for small maps only.
 LONGEST = 512
 
@@ -53,38 +55,42 @@ def autocorrelation(maps: Tensor, reach: Sequence[int], dilation: Sequence[int])
     return _with_mirror_image(half.reshape(*_half_offsets(reach), groups, channels, channels))
 
 
-def _cross_spectrum(maps: Tensor, periods: Sequence[int], rows: slice) -> Tensor:
-    """Σ over examples of conj(A) Aᵀ, real and imaginary: (2, frequencies · groups, C, C).
+def _cross_spectrum(maps: Tensor, periods: Sequence[int], rows: slice) -> tuple[Tensor, Tensor]:
+    """Σ over examples of conj(A) Aᵀ, twice its real and its imaginary part.
 
-    Real part Re Reᵀ + Im Imᵀ, imaginary part Re Imᵀ - Im Reᵀ, with A the spectrum at the given
-    frequencies of the first dimension and all of the others.
+    Each is (frequencies · groups, C, C). A = X + iY is the spectrum at the given frequencies of the
+    first dimension and all of the others. The real part XᵀX + YᵀY is symmetric, the imaginary part
+    XᵀY - YᵀX antisymmetric: their sum (X - Y)ᵀX + (X + Y)ᵀY tells both, for two real products
+    instead of four.
     """
     groups, channels = maps.shape[1:3]
     frequencies = (rows.stop - rows.start) * prod(periods[1:])
     step = max(1, CHUNK_ELEMENTS // (2 * frequencies * groups * channels))
-    cross = maps.new_zeros(2, frequencies * groups, channels, channels)
+    total = maps.new_zeros(frequencies * groups, channels, channels)
     for some in maps.split(step):
         spectrum = _spectrum(some, periods, rows)
         real, imaginary = spectrum.chunk(2, dim=1)
-        cross[0].baddbmm_(spectrum.mT, spectrum)
-        cross[1].baddbmm_(real.mT, imaginary)
-    cross[1] -= cross[1].mT.clone()
-    return cross
+        partner = torch.empty_like(spectrum)
+        less, more = partner.chunk(2, dim=1)
+        torch.sub(real, imaginary, out=less)
+        torch.add(real, imaginary, out=more)
+        total.baddbmm_(partner.mT, spectrum)
+    return total + total.mT, total - total.mT
 
 
 def autocorrelation_cost(
     examples: int, channels: int, size: Sequence[int], reach: Sequence[int], dilation: Sequence[int]
 ) -> float:
-    """Multiply-adds of ``autocorrelation`` per group; infinite for maps too long for it."""
+    """Of ``autocorrelation`` per group, in multiply-adds; infinite for maps too long for it."""
     if not size:
         return examples * channels**2
     if max(size) > LONGEST:
         return inf
     periods = _periods(size, reach, dilation)
     frequencies = _frequencies(periods)
-    # The way back, and the passes over the cross spectra, do not grow with the batch.
-    fixed = 2.0 * (prod(_half_offsets(reach)) + 8) * frequencies * channels**2
-    cost = 3.0 * frequencies * channels**2
+    # The way back, and some seven passes over the cross spectra, do not grow with the batch.
+    fixed = (2.0 * prod(_half_offsets(reach)) + 7 * PASS) * frequencies * channels**2
+    cost = 2.0 * frequencies * channels**2
     done, left = 1, prod(size)
     for axis, (length, period) in enumerate(zip(size, periods, strict=True)):
         left //= length
@@ -157,7 +163,7 @@ def _inverse_transform(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """From real and from imaginary cross spectra to half the offsets, (2, offsets, frequencies)."""
+    """From ``_cross_spectrum``'s two parts to half the offsets, (2, offsets, frequencies)."""
     dims = len(periods)
     angles = torch.zeros([1] * 2 * dims, dtype=torch.float64)
     for axis, (period, far, spacing) in enumerate(zip(periods, reach, dilation, strict=True)):
@@ -166,11 +172,12 @@ def _inverse_transform(
         shape = [1] * 2 * dims
         shape[axis], shape[dims + axis] = len(offsets), len(frequencies)
         angles = angles + _angles(offsets, frequencies, period).reshape(shape)
-    # A frequency stands for its conjugate too, but for those that are their own.
-    weights = torch.full((periods[0] // 2 + 1,), 2.0, dtype=torch.float64)
-    weights[0] = 1
+    # A frequency stands for its conjugate too, but for those that are their own; half of that,
+    # for the cross spectra are twice what they should be.
+    weights = torch.ones(periods[0] // 2 + 1, dtype=torch.float64)
+    weights[0] = 0.5
     if periods[0] % 2 == 0:
-        weights[-1] = 1
+        weights[-1] = 0.5
     weights = weights.reshape(-1, *[1] * (dims - 1)) / prod(periods)
     parts = (weights * angles.cos(), -weights * angles.sin())
     count = prod(_half_offsets(reach))

@@ -21,8 +21,9 @@ class Moment(NamedTuple):
     def plus(self, other: Moment) -> Moment:
         return Moment(self.total + other.total, self.weight + other.weight)
 
-    def mean(self) -> Tensor:
-        return self.total / self.weight
+    def to_mean_(self) -> Tensor:
+        """The sum becomes the mean, in place."""
+        return self.total.div_(self.weight)
 
 
 class Inverse(Protocol):
