@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.optim import lr_scheduler
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kfc
 from kfc.optimizers.clipping import FisherClip
@@ -559,25 +561,28 @@ def test_clip_period_evaluates_every_so_often():
     assert counts == [1, 1, 1, 2, 2, 2, 3]
 
 
-def test_adaptive_clip_skips_only_what_cannot_matter():
-    """The exact norm follows the estimate by a drifting ratio; every crossing must be seen."""
+def test_adaptive_clip_lets_nothing_through():
+    """The exact norm follows the estimate by a drifting ratio; every crossing must be cut."""
     clip, limit = FisherClip(0.3, None), 0.3
     generator = torch.Generator().manual_seed(0)
-    missed = fired = 0
+    crossings = unneeded = 0
     for k in range(2000):
         noise = float(torch.rand((), generator=generator))
         ratio = 1.5 + math.sin(k / 300)
         estimate = (0.5 if k % 700 < 100 else 0.02) * (0.5 + noise)
         exact = ratio * estimate * (0.9 + 0.2 * noise)
-        evaluations = clip.evaluations
-        factor = clip.shorten(estimate, lambda exact=exact: exact)
-        if exact > limit:
-            fired += 1
-            missed += clip.evaluations == evaluations
-            assert factor == pytest.approx((limit / exact) ** 0.5)
-    assert fired > 100
-    assert missed == 0
+        if clip.is_due():
+            factor = clip.shorten(torch.tensor(estimate), torch.tensor(exact))
+            assert factor == pytest.approx(min(1.0, (limit / exact) ** 0.5))
+        else:
+            factor = float(clip.guard(torch.tensor(estimate)))
+            unneeded += factor < 1 and exact < limit
+        crossings += exact > limit
+        assert factor**2 * exact <= limit * (1 + 1e-6)
+    assert crossings > 100
     assert clip.evaluations < 700
+    assert 0 < clip.guards < 60
+    assert unneeded < 40
 
 
 # Precision and bad batches
@@ -688,6 +693,91 @@ def test_a_bad_batch_poisons_nothing(bad, fisher, when):
         torch.testing.assert_close(layer["inverse"], saved["inverse"], rtol=0, atol=0)
     train(model, optimizer, 2)
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("fisher_clip", [None, 0.3])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_bad_batch_when_nothing_is_due_changes_nothing(bad, fisher_clip, momentum):
+    """The host does not look, so that the counter goes on; the device takes a step of zero."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = kfc.KFC(
+        model,
+        lr=1e-4,
+        statistics_period=100,
+        inverse_period=100,
+        fisher_clip=fisher_clip,
+        momentum=momentum,
+    )
+    # At this rate, and on one batch, the clip looks at steps 1, 3 and 7.
+    train(model, optimizer, 3, [batch()] * 3)
+    before, state = values(model), copy.deepcopy(optimizer.state_dict()["state"])
+    x, y = batch()
+    x[3, 0, 2, 2] = bad
+    train(model, optimizer, 2, [(x, y), (x, y)])
+    with pytest.warns(UserWarning, match="2 of the last steps were skipped"):
+        skipped = optimizer.diagnostics["skipped_steps"]
+    assert skipped == 2
+    torch.testing.assert_close(values(model), before, rtol=0, atol=0)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+    train(model, optimizer, 2)
+    assert optimizer.diagnostics["skipped_steps"] == 2
+    assert not any(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+class Looks(TorchDispatchMode):
+    """Counts the operations that make the host wait for the device."""
+
+    WAITS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in self.WAITS
+        return function(*args, **(kwargs or {}))
+
+
+def peak_bytes(function) -> int:
+    """The most that a call holds at a time, as the allocator sees it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        function()
+    held = peak = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_with_nothing_due_waits_for_nothing_and_allocates_once(scaled, monkeypatch):
+    model = nn.Sequential(nn.Flatten(), *(nn.Linear(36, 36) for _ in range(40)), nn.Linear(36, 3))
+    optimizer = kfc.KFC(
+        model,
+        lr=1e-4,
+        weight_decay=1e-3,
+        statistics_period=99,
+        inverse_period=99,
+        averaging_timescale=5,
+    )
+    # At this rate, and on one batch, the clip looks at steps 1, 3, 7 and 15.
+    train(model, optimizer, 8, [batch()] * 8)
+    evaluations = optimizer.diagnostics["clip_evaluations"]
+    peaks = []
+    for _ in range(2):
+        x, y = batch()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if scaled:
+            optimizer.found_inf, optimizer.grad_scale = torch.zeros(()), torch.ones(())
+        with Looks() as looks, monkeypatch.context() as without_lists:
+            without_lists.setattr(torch.Tensor, "tolist", None)
+            peaks.append(peak_bytes(optimizer.step))
+        assert looks.count == 0
+    assert optimizer.diagnostics["clip_evaluations"] == evaluations
+    model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert model_bytes <= max(peaks) < 1.25 * model_bytes
 
 
 def test_a_bad_first_batch_is_skipped_too():

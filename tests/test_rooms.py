@@ -15,6 +15,7 @@ ROOMS = [
     "checks",
     "periods",
     "generator",
+    "skipping",
     "likelihoods",
     "spectral",
     "correlation",

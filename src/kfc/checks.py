@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 
-def all_finite(values: Iterable[Tensor]) -> bool:
-    """Whether all these scalars are finite; one look at the device."""
+def all_finite(values: Iterable[Tensor]) -> Tensor:
+    """Whether all these scalars are finite: a boolean scalar, on the first one's device."""
     scalars = list(values)
     if not scalars:
-        return True
+        return torch.ones((), dtype=torch.bool)
     home = scalars[0].device
-    flags = [torch.isfinite(scalar).to(home) for scalar in scalars]
-    return bool(torch.stack(flags).all())
+    flags = [torch.isfinite(scalar).to(home, non_blocking=True) for scalar in scalars]
+    return torch.stack(flags).all()
 
 
 def largest_entries(tensors: Iterable[Tensor]) -> list[Tensor]:

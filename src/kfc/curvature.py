@@ -149,20 +149,37 @@ class Curvature:
             stacklevel=2,
         )
 
-    def natural_gradient(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """F̂_damped⁻¹ times the gradients (eqn 10), by parameter name; plain where no handler is."""
+    def lacks_inverses(self) -> bool:
+        """Whether a layer is known, but not inverted yet."""
+        return any(self.layers[name].inverse is None for name, _ in self.running())
+
+    def precondition(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Replace vectors v by F̂_damped⁻¹ v (eqn 10), in place; v stays where no handler is.
+
+        Args:
+            vectors: by parameter name.
+
+        Returns:
+            Each parameter's part of vᵀ F̂_damped⁻¹ v, a scalar.
+        """
         by_layer: dict[str, dict[str, str]] = {}
-        for name in gradients:
+        for name in vectors:
             if name in self.layer_of:
                 layer, role = self.layer_of[name]
                 by_layer.setdefault(layer, {})[role] = name
-        result = dict(gradients)
+        products = {}
         for layer, names in by_layer.items():
-            result.update(self._natural_gradient_of(layer, names, gradients))
-        return result
+            natural = self._natural_gradient_of(layer, names, vectors)
+            for name, new in natural.items():
+                products[name] = _inner_product(vectors[name], new)
+                vectors[name].copy_(new)
+        for name, vector in vectors.items():
+            if name not in products:
+                products[name] = _inner_product(vector, vector)
+        return products
 
     def _natural_gradient_of(
-        self, layer: str, names: Mapping[str, str], gradients: Mapping[str, Tensor]
+        self, layer: str, names: Mapping[str, str], vectors: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         handler, known = self.handlers[layer], self.layers[layer]
         trained = handler.trained()
@@ -175,13 +192,13 @@ class Curvature:
             )
         # A trained parameter without a gradient stays where it is; its gradient counts as zero.
         by_role = {
-            role: gradients[names[role]].to(handler.dtype)
+            role: vectors[names[role]].to(handler.dtype)
             if role in names
             else torch.zeros_like(parameter, dtype=handler.dtype)
             for role, parameter in trained.items()
         }
         natural = handler.natural_gradient(known.inverse, by_role)
-        return {name: natural[role].to(gradients[name].dtype) for role, name in names.items()}
+        return {name: natural[role] for role, name in names.items()}
 
     # State
 
@@ -247,6 +264,10 @@ def _scaled(moments: tuple[Moment, ...], scale: float) -> tuple[Moment, ...]:
         return moments
     *others, last = moments
     return (*others, Moment(last.total * scale, last.weight))
+
+
+def _inner_product(vector: Tensor, other: Tensor) -> Tensor:
+    return torch.dot(vector.flatten().to(other.dtype), other.flatten())
 
 
 def _save(layer: LayerCurvature) -> dict[str, Any]:

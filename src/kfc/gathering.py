@@ -109,7 +109,7 @@ class Gathering:
                 alone[example] = column[example]
                 yield alone
 
-    def complete(self, loss_scale: float = 1.0) -> None:
+    def complete(self, loss_scale: float | Tensor = 1.0) -> None:
         """Bring the pending statistics to the scale of the loss on the whole batch.
 
         Args:
@@ -121,7 +121,7 @@ class Gathering:
             self.curvature.scale_pending(self.likelihood.growth(1, self._pending_examples))
         self._pending_examples = 0
 
-    def _close_sessions(self, loss_scale: float) -> None:
+    def _close_sessions(self, loss_scale: float | Tensor) -> None:
         """Empirical Fisher: the user's backward has been through these sessions.
 
         It had w times the log-likelihood's derivative; wanted is sqrt(w N) times that.
@@ -132,7 +132,7 @@ class Gathering:
         finished = [item for item in gathered if any(item[2].values())]
         examples = sum(session.examples for session, *_ in finished)
         for _, outputs, moments in finished:
-            weight = self.likelihood.term_weight(outputs, examples) * loss_scale**2
+            weight = self.likelihood.term_weight(outputs, examples) * float(loss_scale) ** 2
             self.curvature.add(moments, examples / weight)
         self._open_sessions.clear()
 

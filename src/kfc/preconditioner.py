@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from time import perf_counter
@@ -29,6 +28,7 @@ from kfc.layers import KroneckerHandler, NormalisationHandler, plan_layers
 from kfc.layers.base import DEFAULT_MAX_FACTOR_SIZE
 from kfc.likelihoods import Likelihood, resolve_likelihood
 from kfc.periods import Period, Stretch, is_due, require_period
+from kfc.skipping import SkippedSteps
 
 InverseKind = Literal["factored", "eigen"]
 
@@ -109,9 +109,11 @@ class Preconditioner:
             torch.initial_seed() if seed is None else seed,
         )
         self.steps = 0
-        self.skipped_steps = 0
+        self.skipped_steps = SkippedSteps()
+        # Whether the step in progress is bad, if only the device knows; and if so, without warning.
+        self.in_doubt: Tensor | None = None
+        self._quietly: Tensor | None = None
         self.seconds: dict[str, float] = {}
-        self._warned_of_skipping = False
         self._capture = Capture(
             model, self.plan.handlers, self.gathering, during_backward=fisher == "empirical"
         )
@@ -131,11 +133,10 @@ class Preconditioner:
             so that the optimizer's own step leaves the parameters alone.
         """
         gradients = self.gradients()
-        if not self.begin_step(gradients, lambda _: self.damping, loss_scale):
+        if not self.begin_step(gradients, lambda _: self.damping, loss_scale, wait=True):
             self.model.zero_grad(set_to_none=True)
             return False
-        for name, natural in self.natural_gradient(gradients).items():
-            gradients[name].copy_(natural)
+        self.precondition(gradients)
         self.end_step()
         return True
 
@@ -192,7 +193,7 @@ class Preconditioner:
             for done, batch in enumerate(batches, start=1):
                 with torch.enable_grad():
                     self.model(batch[0] if isinstance(batch, (tuple, list)) else batch)
-                if not all_finite(self.curvature.pending_traces()):
+                if not bool(all_finite(self.curvature.pending_traces())):
                     raise ValueError(f"batch {done - 1} gave statistics that are not finite")
                 if progress is not None:
                     progress(done, total)
@@ -223,12 +224,12 @@ class Preconditioner:
         }
         return {
             "step": self.steps,
-            "skipped_steps": self.skipped_steps,
+            "skipped_steps": self.skipped_steps.count(),
             "seconds": {"statistics": self.gathering.seconds, **self.seconds},
             "layers": layers,
         }
 
-    # What optimizers built on it call: gradients, begin_step, natural_gradient, end_step
+    # What optimizers built on it call: gradients, begin_step, precondition, end_step
 
     def gradients(self) -> dict[str, Tensor]:
         """By name; parameters that are frozen or have no gradient are left alone."""
@@ -247,46 +248,78 @@ class Preconditioner:
         self,
         gradients: Mapping[str, Tensor],
         damping: Callable[[str], float],
-        loss_scale: float = 1.0,
+        loss_scale: float | Tensor = 1.0,
+        overflow: Tensor | None = None,
+        *,
+        wait: bool = False,
     ) -> bool:
         """Take up the batch's statistics and renew the inverses that are due.
+
+        If neither is due, and unless told to ``wait``, the device is not waited for; whether the
+        gradients are finite is then in ``in_doubt``.
 
         Args:
             gradients: by parameter name.
             damping: δ of a layer, by its name.
+            loss_scale: what the loss was multiplied by; asked for by the empirical Fisher only.
+            overflow: whether the caller found the batch bad, to be skipped without a warning.
 
         Returns:
-            False, with nothing changed but the count of skipped steps, if the batch gave a
-            gradient or a statistic that is not finite.
+            False, with nothing changed but the count of skipped steps, if the batch is known to
+            have given a gradient or a statistic that is not finite.
         """
         if not self._capture.close.alive:
             raise RuntimeError("the optimizer is closed: its hooks are gone; make a new one")
         with self._full_precision():
             self.gathering.complete(loss_scale)
-            with self.timed("check"):
-                statistics = self.curvature.pending_traces()
-                finite = all_finite([*statistics, *largest_entries(gradients.values())])
-            if not finite:
-                self.skip_step()
-                return False
             if self.steps == 0:
                 self._refuse_without_statistics(gradients)
+            if not self._check(gradients, overflow, wait):
+                return False
             self.curvature.take_up(self.factor_decay)
-            due = is_due(self.inverse_period, self.steps + 1)
             with self.timed("inverses"):
-                self.curvature.refresh_inverses(damping, only_missing=not due)
+                self.curvature.refresh_inverses(damping, only_missing=not self._inverses_are_due())
         return True
 
-    def natural_gradient(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """F̂_damped⁻¹ times the gradients (eqn 10), by parameter name.
+    def _inverses_are_due(self) -> bool:
+        return is_due(self.inverse_period, self.steps + 1)
 
-        Parameters without a handler keep their plain gradient.
+    def _check(self, gradients: Mapping[str, Tensor], overflow: Tensor | None, wait: bool) -> bool:
+        """Whether the batch may be used, as far as that is known."""
+        with self.timed("check"):
+            traces = self.curvature.pending_traces()
+            bad = ~all_finite([*largest_entries(gradients.values()), *traces])
+            if overflow is not None:
+                bad = bad | overflow.to(bad.device)
+            due = bool(traces) or self._inverses_are_due() or self.curvature.lacks_inverses()
+            if not (wait or due):
+                self.doubt(bad, overflow)
+                return True
+            if not bad.item():
+                return True
+        self.skip_step(quietly=overflow is not None and bool(overflow))
+        return False
+
+    def precondition(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Replace vectors v by F̂_damped⁻¹ v (eqn 10), in place, by parameter name.
+
+        Where there is no handler, v stays.
+
+        Returns:
+            Each parameter's part of vᵀ F̂_damped⁻¹ v, a scalar.
         """
         with self.timed("natural gradient"), self._full_precision():
-            return self.curvature.natural_gradient(gradients)
+            return self.curvature.precondition(vectors)
+
+    def doubt(self, bad: Tensor, quietly: Tensor | None = None) -> None:
+        """The step in progress is bad if the device says so; ``in_doubt`` tells."""
+        self.in_doubt = bad if self.in_doubt is None else self.in_doubt | bad.to(self.in_doubt)
+        self._quietly = quietly if quietly is not None else self._quietly
 
     def end_step(self) -> None:
-        self.gathering.drop()
+        if self.in_doubt is not None:
+            self.skipped_steps.add_on_device(self.in_doubt, self._quietly)
+        self._forget_batch()
         self._be_at(self.steps + 1)
 
     def _be_at(self, steps: int) -> None:
@@ -294,18 +327,13 @@ class Preconditioner:
         self.gathering.due = is_due(self.statistics_period, steps + 1)
 
     def skip_step(self, *, quietly: bool = False) -> None:
-        """Drop the batch's statistics, and count; with a warning the first time."""
+        """Drop the batch's statistics, and count; what was due stays due."""
+        self._forget_batch()
+        self.skipped_steps.add(self.steps + 1, quietly=quietly)
+
+    def _forget_batch(self) -> None:
         self.gathering.drop()
-        self.skipped_steps += 1
-        if quietly or self._warned_of_skipping:
-            return
-        self._warned_of_skipping = True
-        warnings.warn(
-            f"step {self.steps + 1} was skipped: the batch gave gradients, statistics or a Fisher "
-            "norm that are not finite. The parameters are unchanged; further skipped steps are "
-            "only counted, in diagnostics['skipped_steps'].",
-            stacklevel=2,
-        )
+        self.in_doubt = self._quietly = None
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -353,7 +381,7 @@ class Preconditioner:
         """All that a resumed run needs to go on bit for bit; call it between steps."""
         return {
             "steps": self.steps,
-            "skipped_steps": self.skipped_steps,
+            "skipped_steps": self.skipped_steps.count(),
             "generator": self.gathering.generator.state_dict(),
             "curvature": self.curvature.state_dict(),
         }
@@ -371,7 +399,7 @@ class Preconditioner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; the model's own parameters are loaded separately."""
         self.check_state(state)
-        self.skipped_steps = state["skipped_steps"]
+        self.skipped_steps.restore(state["skipped_steps"])
         self.gathering.drop()
         self.gathering.generator.load_state_dict(state["generator"])
         self._be_at(state["steps"])

@@ -98,11 +98,12 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _by_group(
         self, names: Mapping[str, Tensor]
     ) -> Iterator[tuple[dict[str, Any], list[Tensor], list[str]]]:
-        """(group, its parameters among the names, their names)"""
+        """(group, its parameters among the names, their names), one device at a time."""
         for group in self.param_groups:
             members = [p for p in group["params"] if self._names[p] in names]
-            if members:
-                yield group, members, [self._names[p] for p in members]
+            for device in dict.fromkeys(p.device for p in members):
+                here = [p for p in members if p.device == device]
+                yield group, here, [self._names[p] for p in here]
 
     def _layer_damping(self, layer: str) -> float:
         """δ = λ + γ of the group of the layer's weight."""
@@ -110,28 +111,27 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         group = next(g for g in self.param_groups if any(p is weight for p in g["params"]))
         return float(group["weight_decay"]) + float(group["damping"])
 
-    def _unscale(self) -> float | None:
-        """What ``torch.amp.GradScaler`` multiplied the loss by; ``None`` if it overflowed.
+    def _unscale(self) -> tuple[float | Tensor, Tensor | None]:
+        """What ``torch.amp.GradScaler`` multiplied the loss by, and whether it overflowed.
 
         The gradients are divided by it, unless the user has had that done already.
         """
         overflowed = getattr(self, "found_inf", None)
         if overflowed is None:
-            return 1.0
-        if overflowed.item():
-            self.preconditioner.skip_step(quietly=True)
-            return None
-        scale = getattr(self, "grad_scale", None)
+            return 1.0, None
+        scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
-            gradients = [p.grad for p in self._trained() if p.grad is not None]
-            torch._foreach_div_(gradients, float(scale))
-            return float(scale)
+            gradients = self.preconditioner.gradients()
+            for _, _, names in self._by_group(gradients):
+                values = [gradients[name] for name in names]
+                torch._foreach_div_(values, scale.to(values[0].device, non_blocking=True))
+            return scale, overflowed > 0
         if self.preconditioner.gathering.fisher == "empirical":
             raise RuntimeError(
                 'fisher="empirical" has to know the loss scale, which GradScaler.unscale_() hides; '
                 'do not call it, or use fisher="sampled"'
             )
-        return 1.0
+        return 1.0, overflowed > 0
 
     # Averaged parameters
 

@@ -1,16 +1,20 @@
 """Clipping by the exact Fisher norm, evaluated no more often than it can matter.
 
-ν = vᵀ F v + λ vᵀ v costs a forward-mode pass over a part of the batch. The same number under the
-approximate Fisher matrix, vᵀ F̂ v = α² gᵀ F̂⁻¹ g, costs one inner product. The ratio of the two
-changes slowly, so that a few exact values tell when ν is far from the limit.
+ν = vᵀ F v + λ vᵀ v costs a forward-mode pass over a part of the batch, and the host has to wait for
+it. The same number under the approximate Fisher matrix, vᵀ F̂ v = α² ∇hᵀ F̂⁻¹ ∇h, costs one inner
+product. The ratio of the two changes slowly, so that a few exact values tell when ν is far from
+the limit; an update that turns out not to be, in between, is shortened by the estimate.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from kfc.checks import require_keys
 
@@ -27,57 +31,78 @@ class FisherClip:
 
     Args:
         limit: C; updates with ν > C are divided by sqrt(ν / C).
-        period: evaluate ν every so many steps; ``None``: whenever it may exceed the limit, and from
-            time to time.
+        period: evaluate ν every so many steps, and let the others pass; ``None``: as often as it
+            takes to be sure.
     """
 
     def __init__(self, limit: float, period: int | None) -> None:
         self.limit = limit
         self.period = period
         self.norm = float("nan")
-        self.factor = 1.0
         self.evaluations = 0
+        self._factor: float | Tensor = 1.0
+        self._guards: int | Tensor = 0
+        self._guards_seen = 0
         self._age = 0
         self._gap = 1
         self._ratios: deque[float] = deque(maxlen=MEMORY)
 
-    def shorten(self, estimate: float, exact: Callable[[], float]) -> float:
-        """What to multiply the update by; NaN if ν is not a finite number.
+    @property
+    def factor(self) -> float:
+        """What the last update was multiplied by."""
+        return float(self._factor)
+
+    @property
+    def guards(self) -> int:
+        """How many updates were shortened by the estimate."""
+        return int(self._guards)
+
+    def is_due(self) -> bool:
+        """Whether ν has to be evaluated for the coming update."""
+        if self.period is not None:
+            return self._age + 1 >= self.period or not self.evaluations
+        return self._age + 1 >= self._gap or not self._ratios
+
+    def shorten(self, estimate: Tensor, norm: Tensor) -> float | None:
+        """What to multiply an update by whose ν was evaluated; ``None`` if that is not finite.
 
         Args:
             estimate: vᵀ F̂ v of the update.
-            exact: evaluates ν.
+            norm: ν.
         """
+        guards = torch.as_tensor(self._guards)
+        values = [v.to(norm.device, torch.float64) for v in (estimate, norm, guards)]
+        predicted, exact, seen = torch.stack(values).tolist()
+        if not math.isfinite(exact):
+            return None
+        self._learn(predicted, exact, int(seen))
+        self._factor = (self.limit / exact) ** 0.5 if exact > self.limit else 1.0
+        return self._factor
+
+    def guard(self, estimate: Tensor) -> float | Tensor:
+        """What to multiply an update by whose ν was not evaluated; decided on its device."""
         self._age += 1
-        self.factor = 1.0
-        if self._needs_exact(estimate):
-            norm = exact()
-            if not math.isfinite(norm):
-                return math.nan
-            self._learn(estimate, norm)
-            if norm > self.limit:
-                self.factor = (self.limit / norm) ** 0.5
-        return self.factor
-
-    def _needs_exact(self, estimate: float) -> bool:
-        if not self.evaluations:
-            return True
         if self.period is not None:
-            return self._age >= self.period
-        return self._age >= self._gap or not MARGIN * self._predict(estimate) < self.limit
+            self._factor = 1.0
+            return 1.0
+        largest = MARGIN * max(self._ratios) * estimate
+        factor = (self.limit / largest).clamp(max=1).sqrt()
+        guarded = (factor < 1).long()
+        self._guards = guarded + torch.as_tensor(self._guards).to(guarded)
+        self._factor = factor
+        return factor
 
-    def _predict(self, estimate: float) -> float:
-        return max(self._ratios, default=float("inf")) * estimate
-
-    def _learn(self, estimate: float, norm: float) -> None:
+    def _learn(self, estimate: float, norm: float, guards: int) -> None:
         """Look again later if ν was as predicted and well below the limit, else at once."""
-        expected = self._predict(estimate)
-        calm = MARGIN * norm < self.limit and norm < MARGIN * expected
+        expected = max(self._ratios, default=math.inf) * estimate
+        guarded = guards > self._guards_seen
+        calm = MARGIN * norm < self.limit and norm < MARGIN * expected and not guarded
         self._gap = min(2 * self._gap, LONGEST_GAP) if calm else 1
         if estimate > 0:
             self._ratios.append(norm / estimate)
         self.norm = norm
         self.evaluations += 1
+        self._guards = self._guards_seen = guards
         self._age = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,6 +110,8 @@ class FisherClip:
             "norm": self.norm,
             "factor": self.factor,
             "evaluations": self.evaluations,
+            "guards": self.guards,
+            "guards_seen": self._guards_seen,
             "age": self._age,
             "gap": self._gap,
             "ratios": list(self._ratios),
@@ -102,8 +129,10 @@ class FisherClip:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.norm = state["norm"]
-        self.factor = state["factor"]
         self.evaluations = state["evaluations"]
+        self._factor = state["factor"]
+        self._guards = state["guards"]
+        self._guards_seen = state["guards_seen"]
         self._age = state["age"]
         self._gap = state["gap"]
         self._ratios = deque(state["ratios"], maxlen=MEMORY)

@@ -53,7 +53,8 @@ class KFC(CurvatureOptimizer):
         fisher_clip: C; an update v with ν = vᵀFv + λvᵀv > C, F exact, is divided by √(ν/C).
             ``None``: no clipping.
         clip_fraction: the part of the batch on which ν is computed.
-        clip_period: compute ν every so many steps; by default whenever it may exceed C.
+        clip_period: compute ν every so many steps, and let the others pass; by default as often as
+            it takes, and where an estimate of ν may exceed C in between, the estimate clips.
         averaging_timescale: τ, in updates, of the averaged parameters; ``None``: no averaging. The
             paper takes the number of mini-batches in the data set.
         fallback_lr: the learning rate of parameters with the plain gradient; by default ``lr``.
@@ -144,98 +145,122 @@ class KFC(CurvatureOptimizer):
                 loss = closure()
         if self._averaging:
             raise RuntimeError("step() inside averaged_parameters() would move the averages")
-        loss_scale = self._unscale()
-        if loss_scale is not None:
-            self._update(loss_scale)
+        self._update(*self._unscale())
         return loss
 
-    def _update(self, loss_scale: float) -> None:
-        gradients = self.preconditioner.gradients()
-        started = self.preconditioner.steps > 0
-        if started and self._clip is not None and self.preconditioner.gathering.last_call is None:
+    def _update(self, loss_scale: float | Tensor, overflow: Tensor | None) -> None:
+        curvature = self.preconditioner
+        gradients = curvature.gradients()
+        if curvature.steps > 0 and self._clip and curvature.gathering.last_call is None:
             raise RuntimeError(
                 "step() without a forward pass in training mode since the last one: the clip "
                 "needs the batch; run the model first, or set fisher_clip=None"
             )
-        if not self.preconditioner.begin_step(gradients, self._layer_damping, loss_scale):
+        if not curvature.begin_step(gradients, self._layer_damping, loss_scale, overflow):
             return
-        objective = self._with_weight_decay(gradients)
-        update = self._times_rate(self.preconditioner.natural_gradient(objective))
-        if not self._shorten(update, objective):
-            self.preconditioner.skip_step()
+        update = self._with_weight_decay(gradients)
+        products = curvature.precondition(update)
+        self._times_rate(update)
+        if not self._shorten(update, products):
+            curvature.skip_step()
             return
-        with self.preconditioner.timed("update"):
-            self._move(update)
-        self.preconditioner.end_step()
+        with curvature.timed("update"):
+            self._move(update, curvature.in_doubt)
+        curvature.end_step()
 
     def _with_weight_decay(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """∇h: the gradient of the loss plus λθ."""
-        result = dict(gradients)
+        """∇h: the gradient of the loss plus λθ, in new tensors."""
+        result: dict[str, Tensor] = {}
         for group, parameters, names in self._by_group(gradients):
+            values = [gradients[name] for name in names]
             if group["weight_decay"]:
-                values = [gradients[name] for name in names]
-                decayed = torch._foreach_add(values, parameters, alpha=group["weight_decay"])
-                result.update(zip(names, decayed, strict=True))
+                new = torch._foreach_add(values, parameters, alpha=float(group["weight_decay"]))
+            else:
+                new = torch._foreach_mul(values, 1.0)
+            result.update(zip(names, new, strict=True))
         return result
 
-    def _times_rate(self, natural: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """v = -α F̂⁻¹ ∇h"""
-        update: dict[str, Tensor] = {}
+    def _times_rate(self, natural: Mapping[str, Tensor]) -> None:
+        """v = -α F̂⁻¹ ∇h, in place"""
         for group, _, names in self._by_group(natural):
-            scaled = torch._foreach_mul([natural[name] for name in names], -float(group["lr"]))
-            update.update(zip(names, scaled, strict=True))
-        return update
+            torch._foreach_mul_([natural[name] for name in names], -float(group["lr"]))
 
-    def _move(self, update: Mapping[str, Tensor]) -> None:
-        """Momentum, parameters, averages."""
+    def _move(self, update: Mapping[str, Tensor], in_doubt: Tensor | None) -> None:
+        """Momentum, parameters, averages; a bad step, if only the device knows, stays where it is.
+
+        Args:
+            in_doubt: a boolean scalar, true for a bad step; ``None`` for one known to be good.
+        """
         averaged = self._averaged()
         if self.averaging_timescale is not None:
             start_averages(averaged, self.state)
         for group, parameters, names in self._by_group(update):
-            steps: list[Tensor] = [update[name] for name in names]
+            steps = [update[name] for name in names]
+            bad = None if in_doubt is None else in_doubt.to(steps[0].device, non_blocking=True)
+            if bad is not None:
+                for step in steps:
+                    step.masked_fill_(bad, 0)
             if group["momentum"]:
-                steps = self._with_momentum(parameters, steps, group["momentum"])
+                steps = self._with_momentum(parameters, steps, group["momentum"], bad)
             torch._foreach_add_(parameters, steps)
         if self.averaging_timescale is not None:
             update_averages(averaged, self.state, self.averaging_timescale)
 
     def _with_momentum(
-        self, parameters: list[Tensor], update: list[Tensor], momentum: float
+        self, parameters: list[Tensor], update: list[Tensor], momentum: float, bad: Tensor | None
     ) -> list[Tensor]:
-        """m ← μ m + v, in place"""
+        """m ← μ m + v, in place; returns the step to take."""
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-        torch._foreach_mul_(buffers, momentum)
+        if bad is None:
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, update)
+            return buffers
+        # v is zero if the step is bad: m must then stay, and the parameters too.
+        torch._foreach_mul_(buffers, torch.where(bad, 1.0, momentum))
         torch._foreach_add_(buffers, update)
-        return buffers
+        torch._foreach_copy_(update, buffers)
+        torch._foreach_mul_(update, torch.where(bad, 0.0, 1.0))
+        return update
 
     # Clipping
 
-    def _shorten(self, update: dict[str, Tensor], objective: Mapping[str, Tensor]) -> bool:
-        """Clip the update in place; False if its norm is not finite."""
+    def _shorten(self, update: Mapping[str, Tensor], products: Mapping[str, Tensor]) -> bool:
+        """Clip the update in place; False if its norm is known not to be finite."""
         if self._clip is None or not update:
             return True
         with self.preconditioner.timed("clip"):
-            estimate = self._estimated_norm(update, objective)
-            factor = self._clip.shorten(estimate, lambda: self._fisher_norm(update))
-            if factor < 1:
-                torch._foreach_mul_(list(update.values()), factor)
-        return not math.isnan(factor)
+            estimate = self._estimated_norm(products)
+            if not self._clip.is_due():
+                factor: float | Tensor | None = self._clip.guard(estimate)
+                self.preconditioner.doubt(~torch.isfinite(estimate))
+            else:
+                factor = self._clip.shorten(estimate, self._fisher_norm(update))
+            if factor is None:
+                return False
+            if isinstance(factor, Tensor) or factor < 1:
+                self._scale(update, factor)
+        return True
 
-    def _estimated_norm(
-        self, update: Mapping[str, Tensor], objective: Mapping[str, Tensor]
-    ) -> float:
+    def _estimated_norm(self, products: Mapping[str, Tensor]) -> Tensor:
         """vᵀ F̂ v = α² ∇hᵀ F̂⁻¹ ∇h"""
-        products = [
-            -float(group["lr"]) * torch.dot(update[name].flatten(), objective[name].flatten())
-            for group, _, names in self._by_group(update)
+        parts = [
+            float(group["lr"]) ** 2 * products[name]
+            for group, _, names in self._by_group(products)
             for name in names
         ]
-        return float(torch.stack([product.to(products[0]) for product in products]).sum())
+        return torch.stack([part.to(parts[0], non_blocking=True) for part in parts]).sum()
 
-    def _fisher_norm(self, update: Mapping[str, Tensor]) -> float:
+    def _scale(self, update: Mapping[str, Tensor], factor: float | Tensor) -> None:
+        for _, _, names in self._by_group(update):
+            values = [update[name] for name in names]
+            if isinstance(factor, Tensor):
+                factor = factor.to(values[0].device, non_blocking=True)
+            torch._foreach_mul_(values, factor)
+
+    def _fisher_norm(self, update: Mapping[str, Tensor]) -> Tensor:
         """ν = vᵀ F v + λ vᵀ v, with the exact F on the first examples of the last batch."""
         gathering = self.preconditioner.gathering
         call, examples = gathering.last_call, gathering.last_examples
@@ -259,7 +284,7 @@ class KFC(CurvatureOptimizer):
             if group["weight_decay"]:
                 squares = [update[name].square().sum() for name in names]
                 norm = norm + float(group["weight_decay"]) * torch.stack(squares).sum()
-        return float(norm)
+        return norm
 
     def _clip_examples(self) -> int:
         examples = self.preconditioner.gathering.last_examples
@@ -272,8 +297,9 @@ class KFC(CurvatureOptimizer):
         """What the last steps did.
 
         ``step``, ``skipped_steps``; ``fisher_norm`` ν when last evaluated, ``clip_factor`` of the
-        last update, ``clip_evaluations``; ``seconds`` by part, of the last time it was done, as the
-        host sees them; ``layers``: pi, damping and factor traces by layer.
+        last update, ``clip_evaluations`` of ν, ``clip_guards``: how often the estimate alone
+        shortened an update; ``seconds`` by part, of the last time it was done, as the host sees
+        them; ``layers``: pi, damping and factor traces by layer. Reading it waits for the device.
         """
         clip = self._clip
         return {
@@ -281,6 +307,7 @@ class KFC(CurvatureOptimizer):
             "fisher_norm": None if clip is None else clip.norm,
             "clip_factor": 1.0 if clip is None else clip.factor,
             "clip_evaluations": 0 if clip is None else clip.evaluations,
+            "clip_guards": 0 if clip is None else clip.guards,
         }
 
     # Checkpoints
