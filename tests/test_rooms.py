@@ -14,6 +14,7 @@ SOURCE = Path(kfc.__file__).parent
 ROOMS = [
     "checks",
     "periods",
+    "budget",
     "generator",
     "skipping",
     "likelihoods",

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +24,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from kfc.budget import now
 from kfc.layers import Handler, Moment, Statistics
 
 _thread = threading.local()
@@ -60,14 +60,19 @@ class Call:
 
 @dataclass
 class Session:
-    """What one forward pass leaves behind, and the statistics it is turned into."""
+    """What one forward pass leaves behind, and the statistics it is turned into.
+
+    Attributes:
+        seconds: what the hooks on layers took.
+    """
 
     wanted: Collection[str]
     statistics: dict[str, Statistics] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     without_gradient: set[str] = field(default_factory=set)
     examples: int = 0
-    forward_seconds: float = 0.0
+    seconds: float = 0.0
+    clock_device: torch.device | None = None
 
     def backward(self, output: Tensor, derivative: Tensor) -> None:
         """One draw: carry a derivative from the output to every call's pre-activations.
@@ -85,6 +90,12 @@ class Session:
             if at_output is not None:
                 self.statistics[call.layer].backward(call.kept, at_output, self.examples)
         self.end_draw()
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        start = now(self.clock_device)
+        yield
+        self.seconds += now(self.clock_device) - start
 
     def end_draw(self) -> None:
         for statistics in self.statistics.values():
@@ -109,7 +120,13 @@ class ModelCall:
 
 
 class Listener(Protocol):
-    """Who the hooks report to."""
+    """Who the hooks report to.
+
+    Attributes:
+        clock_device: the device to wait for when looking at the clock.
+    """
+
+    clock_device: torch.device | None
 
     def wanted_layers(self) -> Collection[str]:
         """The layers whose statistics the coming forward pass should give."""
@@ -160,7 +177,8 @@ class Capture:
             return
         self._thread.running = True
         wanted = listener.wanted_layers()
-        self._thread.session = Session(wanted) if wanted else None
+        session = Session(wanted, clock_device=listener.clock_device) if wanted else None
+        self._thread.session = session
 
     def _after_layer(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
@@ -176,10 +194,8 @@ class Capture:
             return
         statistics = session.statistics.setdefault(name, handler.statistics())
         inputs = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
-        start = perf_counter()
-        with torch.no_grad(), without_autocast(output.device):
+        with session.timed(), torch.no_grad(), without_autocast(output.device):
             kept = statistics.forward(inputs, output)
-        session.forward_seconds += perf_counter() - start
         session.calls.append(Call(name, get_gradient_edge(output), kept, output.shape[0]))
         if self._during_backward:
             hook = partial(_take_derivative, session, statistics, kept)
@@ -232,7 +248,7 @@ def _nothing() -> None:
 
 def _take_derivative(session: Session, statistics: Statistics, kept: Any, value: Tensor) -> None:
     if session.examples:
-        with torch.no_grad(), without_autocast(value.device):
+        with session.timed(), torch.no_grad(), without_autocast(value.device):
             statistics.backward(kept, value, session.examples)
 
 

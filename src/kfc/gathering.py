@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from time import perf_counter
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from kfc.budget import now
 from kfc.capture import ModelCall, Session, without_autocast
 from kfc.curvature import Curvature
 from kfc.fisher import Output, select_output
@@ -29,7 +29,10 @@ class Gathering:
     Attributes:
         due: whether the coming forward passes should give statistics of every layer.
         last_call, last_examples: the last forward pass in training mode since the last step.
-        seconds: what the last gathering took.
+        spent: seconds of gathering since the last step.
+        seconds: what the last gathering took, over all micro-batches of its step.
+        clock_device: the device to wait for when looking at the clock, while parts are measured.
+        started: when the first forward pass since the last step began.
     """
 
     def __init__(
@@ -50,11 +53,16 @@ class Gathering:
         self.due = True
         self.last_call: ModelCall | None = None
         self.last_examples = 0
+        self.spent = 0.0
         self.seconds = 0.0
+        self.clock_device: torch.device | None = None
+        self.started: float | None = None
         self._open_sessions: list[tuple[Session, Tensor]] = []
         self._pending_examples = 0
 
     def wanted_layers(self) -> Collection[str]:
+        if self.started is None:
+            self.started = now(self.clock_device)
         if self.due:
             return self.curvature.handlers.keys()
         # A layer that ran for the first time, or was thawed, cannot wait until statistics are due.
@@ -72,7 +80,7 @@ class Gathering:
             session.calls.clear()
             self._open_sessions.append((session, selected.detach()))
             return
-        start = perf_counter()
+        start = now(self.clock_device)
         with torch.no_grad(), without_autocast(selected.device):
             together = not (mixes_examples(self.model) or session.shares_rows())
             for derivative in self._output_derivatives(selected.detach(), together):
@@ -81,7 +89,7 @@ class Gathering:
             scale = self.likelihood.growth(session.examples, 1)
             self.curvature.add(session.moments(), scale)
             self._pending_examples += session.examples
-        self.seconds = session.forward_seconds + perf_counter() - start
+        self.spent += session.seconds + now(self.clock_device) - start
 
     def _output_derivatives(self, outputs: Tensor, together: bool) -> Iterator[Tensor]:
         """The draws, or exact columns, of the derivative in the outputs.
@@ -120,6 +128,7 @@ class Gathering:
         elif self._pending_examples:
             self.curvature.scale_pending(self.likelihood.growth(1, self._pending_examples))
         self._pending_examples = 0
+        self.seconds = self.spent or self.seconds
 
     def _close_sessions(self, loss_scale: float | Tensor) -> None:
         """Empirical Fisher: the user's backward has been through these sessions.
@@ -128,6 +137,7 @@ class Gathering:
         """
         for session, _ in self._open_sessions:
             session.end_draw()
+            self.spent += session.seconds
         gathered = [(session, out, session.moments()) for session, out in self._open_sessions]
         finished = [item for item in gathered if any(item[2].values())]
         examples = sum(session.examples for session, *_ in finished)
@@ -142,3 +152,4 @@ class Gathering:
         self._pending_examples = 0
         self.curvature.pending.clear()
         self.last_call = None
+        self.spent, self.started = 0.0, None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from time import perf_counter
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from kfc.budget import Budget, now
 from kfc.capture import Capture, without_autocast
 from kfc.checks import (
     all_finite,
@@ -36,6 +36,8 @@ InverseKind = Literal["factored", "eigen"]
 DEFAULT_STATISTICS_PERIOD = Stretch(10)
 DEFAULT_INVERSE_PERIOD = Stretch(20)
 
+STATE_KEYS = ("steps", "skipped_steps", "generator", "budget", "curvature")
+
 
 class Preconditioner:
     """KFC's approximation of the Fisher matrix, for use with any optimizer.
@@ -52,8 +54,10 @@ class Preconditioner:
         model: the network. Statistics are gathered by hooks whenever it runs in training mode.
         damping: δ, added to the curvature (λ + γ in the paper).
         statistics_period: T_s, gather statistics every so many steps: a number or a
-            :class:`kfc.Stretch`.
-        inverse_period: T_f, likewise for inverses.
+            :class:`kfc.Stretch`; by default ``Stretch(10)``.
+        inverse_period: T_f, likewise for inverses; by default ``Stretch(20)``.
+        overhead: instead of periods, what they may add to the time of a step: 0.25 for a quarter.
+            The first steps are measured, and the periods that are not given follow.
         factor_decay: ξ, the weight of the old value in the factors' moving averages.
         max_factor_size: factors wider than this keep their diagonal only.
         likelihood: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` or a :class:`kfc.Likelihood`.
@@ -70,8 +74,9 @@ class Preconditioner:
         model: nn.Module,
         *,
         damping: float = 1e-3,
-        statistics_period: Period = DEFAULT_STATISTICS_PERIOD,
-        inverse_period: Period = DEFAULT_INVERSE_PERIOD,
+        statistics_period: Period | None = None,
+        inverse_period: Period | None = None,
+        overhead: float | None = None,
         factor_decay: float = 0.95,
         max_factor_size: int = DEFAULT_MAX_FACTOR_SIZE,
         likelihood: str | Likelihood = "categorical",
@@ -80,8 +85,12 @@ class Preconditioner:
         output: Output | None = None,
         seed: int | None = None,
     ) -> None:
-        require_period("statistics_period", statistics_period)
-        require_period("inverse_period", inverse_period)
+        if statistics_period is not None:
+            require_period("statistics_period", statistics_period)
+        if inverse_period is not None:
+            require_period("inverse_period", inverse_period)
+        if overhead is not None:
+            require_number("overhead", overhead, positive=True)
         require_period("max_factor_size", max_factor_size)
         require_number("damping", damping)
         require_number("factor_decay", factor_decay, below=1)
@@ -95,8 +104,11 @@ class Preconditioner:
             raise ValueError("the model has no parameters to train")
         self.model = model
         self.damping = damping
-        self.statistics_period = statistics_period
-        self.inverse_period = inverse_period
+        self.statistics_period: Period = statistics_period or DEFAULT_STATISTICS_PERIOD
+        self.inverse_period: Period = inverse_period or DEFAULT_INVERSE_PERIOD
+        self.budget: Budget | None = None
+        if overhead is not None:
+            self.budget = Budget(overhead, statistics_period, inverse_period)
         self.factor_decay = factor_decay
         self.plan = plan_layers(model, max_factor_size)
         self.curvature = Curvature(self.plan, inverse)
@@ -113,7 +125,11 @@ class Preconditioner:
         # Whether the step in progress is bad, if only the device knows; and if so, without warning.
         self.in_doubt: Tensor | None = None
         self._quietly: Tensor | None = None
+        self._measured: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
+        # How many exact Fisher norms an optimizer expects to take per step.
+        self.norm_rate = 0.0
+        self._set_periods()
         self._capture = Capture(
             model, self.plan.handlers, self.gathering, during_backward=fisher == "empirical"
         )
@@ -226,6 +242,7 @@ class Preconditioner:
             "step": self.steps,
             "skipped_steps": self.skipped_steps.count(),
             "seconds": {"statistics": self.gathering.seconds, **self.seconds},
+            "periods": self._describe_periods(),
             "layers": layers,
         }
 
@@ -274,9 +291,11 @@ class Preconditioner:
             self.gathering.complete(loss_scale)
             if self.steps == 0:
                 self._refuse_without_statistics(gradients)
+            self._note_plain_seconds()
             if not self._check(gradients, overflow, wait):
                 return False
-            self.curvature.take_up(self.factor_decay)
+            with self.timed("averages"):
+                self.curvature.take_up(self.factor_decay)
             with self.timed("inverses"):
                 self.curvature.refresh_inverses(damping, only_missing=not self._inverses_are_due())
         return True
@@ -319,6 +338,8 @@ class Preconditioner:
     def end_step(self) -> None:
         if self.in_doubt is not None:
             self.skipped_steps.add_on_device(self.in_doubt, self._quietly)
+        if self._measured:
+            self._measure_step()
         self._forget_batch()
         self._be_at(self.steps + 1)
 
@@ -334,13 +355,53 @@ class Preconditioner:
     def _forget_batch(self) -> None:
         self.gathering.drop()
         self.in_doubt = self._quietly = None
+        self._measured = {}
+
+    # Time
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
         """Keep the seconds that a part of the step took, as the host sees them."""
-        start = perf_counter()
+        start = now(self.gathering.clock_device)
         yield
-        self.seconds[part] = perf_counter() - start
+        self.seconds[part] = now(self.gathering.clock_device) - start
+
+    def _note_plain_seconds(self) -> None:
+        """At the beginning of a measured step: what the user's own part of it took."""
+        gathering = self.gathering
+        if self.budget is not None and self.budget.measuring and gathering.started is not None:
+            total = now(gathering.clock_device) - gathering.started
+            self._measured = {"plain": total - gathering.spent}
+
+    def _measure_step(self) -> None:
+        """At the end of a measured step: what was ours; and the periods, if it was the last."""
+        assert self.budget is not None
+        every_step = self.seconds["check"] + self.seconds["natural gradient"]
+        self._measured["every_step"] = every_step + self.norm_rate * self.seconds.get("clip", 0.0)
+        if self.gathering.spent:
+            self._measured["statistics"] = self.gathering.spent + self.seconds["averages"]
+        if self._inverses_are_due():
+            self._measured["inverses"] = self.seconds["inverses"]
+        self.budget.add(self._measured)
+        self._set_periods()
+
+    def _set_periods(self) -> None:
+        if self.budget is None:
+            return
+        self.statistics_period, self.inverse_period = self.budget.periods()
+        waits = next(self.model.parameters()).device if self.budget.measuring else None
+        self.gathering.clock_device = waits
+
+    def _describe_periods(self) -> dict[str, Any]:
+        """In force at the next step; and why, if they follow from a budget."""
+        lengths = {
+            name: period.at(self.steps + 1) if isinstance(period, Stretch) else period
+            for name, period in (
+                ("statistics", self.statistics_period),
+                ("inverse", self.inverse_period),
+            )
+        }
+        return {**lengths, **({} if self.budget is None else self.budget.summary())}
 
     def _full_precision(self) -> torch.autocast:
         return without_autocast(next(self.model.parameters()).device)
@@ -383,16 +444,17 @@ class Preconditioner:
             "steps": self.steps,
             "skipped_steps": self.skipped_steps.count(),
             "generator": self.gathering.generator.state_dict(),
+            "budget": None if self.budget is None else self.budget.state_dict(),
             "curvature": self.curvature.state_dict(),
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise an error that says why if the state cannot be loaded here; change nothing."""
-        require_keys(
-            "preconditioner state", state, ("steps", "skipped_steps", "generator", "curvature")
-        )
+        require_keys("preconditioner state", state, STATE_KEYS)
         for counter in ("steps", "skipped_steps"):
             require_whole(f"the state's {counter}", state[counter], low=0)
+        if state["budget"] is not None:
+            Budget.check_state(state["budget"])
         self.gathering.generator.check_state(state["generator"])
         self.curvature.check_state(state["curvature"])
 
@@ -402,6 +464,9 @@ class Preconditioner:
         self.skipped_steps.restore(state["skipped_steps"])
         self.gathering.drop()
         self.gathering.generator.load_state_dict(state["generator"])
+        if self.budget is not None and state["budget"] is not None:
+            self.budget.load_state_dict(state["budget"])
+            self._set_periods()
         self._be_at(state["steps"])
         self.curvature.load_state_dict(state["curvature"])
 

@@ -48,6 +48,11 @@ class FisherClip:
         self._ratios: deque[float] = deque(maxlen=MEMORY)
 
     @property
+    def lowest_rate(self) -> float:
+        """Evaluations per step when ν is far below the limit, or as the period says."""
+        return 1 / (self.period or LONGEST_GAP)
+
+    @property
     def factor(self) -> float:
         """What the last update was multiplied by."""
         return float(self._factor)

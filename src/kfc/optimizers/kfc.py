@@ -22,12 +22,7 @@ from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.clipping import FisherClip
 from kfc.optimizers.groups import build_groups, require_hyper_parameters
 from kfc.periods import Period, require_period
-from kfc.preconditioner import (
-    DEFAULT_INVERSE_PERIOD,
-    DEFAULT_STATISTICS_PERIOD,
-    InverseKind,
-    Preconditioner,
-)
+from kfc.preconditioner import InverseKind, Preconditioner
 
 
 class KFC(CurvatureOptimizer):
@@ -46,9 +41,12 @@ class KFC(CurvatureOptimizer):
         weight_decay: λ, the coefficient of ½‖θ‖² in the objective; it enters the gradient and the
             damping.
         damping: γ, added to λ in the damping √(λ + γ) of the factors.
-        statistics_period: T_s, in steps: a number, or by default a :class:`kfc.Stretch`, which
-            begins at 1 and grows as the curvature settles.
-        inverse_period: T_f, likewise.
+        statistics_period: T_s, in steps: a number or a :class:`kfc.Stretch`; by default
+            ``Stretch(10)``, which begins at 1 and grows as the curvature settles.
+        inverse_period: T_f, likewise; by default ``Stretch(20)``.
+        overhead: instead of periods, what curvature may add to the time of a step, 0.25 for a
+            quarter. The first six steps are measured; the periods that are not given follow, and
+            are in ``diagnostics["periods"]``.
         factor_decay: ξ, the weight of the old value in the factors' moving averages.
         fisher_clip: C; an update v with ν = vᵀFv + λvᵀv > C, F exact, is divided by √(ν/C).
             ``None``: no clipping.
@@ -78,8 +76,9 @@ class KFC(CurvatureOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         damping: float = 1e-3,
-        statistics_period: Period = DEFAULT_STATISTICS_PERIOD,
-        inverse_period: Period = DEFAULT_INVERSE_PERIOD,
+        statistics_period: Period | None = None,
+        inverse_period: Period | None = None,
+        overhead: float | None = None,
         factor_decay: float = 0.95,
         fisher_clip: float | None = 0.3,
         clip_fraction: float = 0.25,
@@ -113,6 +112,7 @@ class KFC(CurvatureOptimizer):
             model,
             statistics_period=statistics_period,
             inverse_period=inverse_period,
+            overhead=overhead,
             factor_decay=factor_decay,
             max_factor_size=max_factor_size,
             likelihood=likelihood,
@@ -129,6 +129,7 @@ class KFC(CurvatureOptimizer):
             raise
         self.clip_fraction = clip_fraction
         self._clip = None if fisher_clip is None else FisherClip(fisher_clip, clip_period)
+        preconditioner.norm_rate = 0.0 if self._clip is None else self._clip.lowest_rate
 
     # Algorithm 1
 
@@ -231,17 +232,18 @@ class KFC(CurvatureOptimizer):
         """Clip the update in place; False if its norm is known not to be finite."""
         if self._clip is None or not update:
             return True
-        with self.preconditioner.timed("clip"):
-            estimate = self._estimated_norm(products)
-            if not self._clip.is_due():
-                factor: float | Tensor | None = self._clip.guard(estimate)
-                self.preconditioner.doubt(~torch.isfinite(estimate))
-            else:
+        estimate = self._estimated_norm(products)
+        factor: float | Tensor | None
+        if self._clip.is_due():
+            with self.preconditioner.timed("clip"):
                 factor = self._clip.shorten(estimate, self._fisher_norm(update))
-            if factor is None:
-                return False
-            if isinstance(factor, Tensor) or factor < 1:
-                self._scale(update, factor)
+        else:
+            factor = self._clip.guard(estimate)
+            self.preconditioner.doubt(~torch.isfinite(estimate))
+        if factor is None:
+            return False
+        if isinstance(factor, Tensor) or factor < 1:
+            self._scale(update, factor)
         return True
 
     def _estimated_norm(self, products: Mapping[str, Tensor]) -> Tensor:

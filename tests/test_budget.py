@@ -1,0 +1,180 @@
+"""Periods from a budget."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import kfc
+from kfc.budget import LONGEST_PERIOD, MEASURED_STEPS, Seconds, periods_within
+
+parts = st.floats(0, 10, allow_subnormal=False)
+costs = st.builds(Seconds, st.floats(0.1, 10), parts, parts, parts)
+periods = st.none() | st.integers(1, 50) | st.builds(kfc.Stretch, st.integers(1, 50))
+
+
+@given(costs, st.floats(0.01, 3), periods, periods)
+def test_periods_keep_within_the_overhead(seconds, overhead, given_statistics, given_inverse):
+    found = periods_within(seconds, overhead, given_statistics, given_inverse)
+    for period, wish in zip(found, (given_statistics, given_inverse), strict=True):
+        assert period == wish if wish is not None else 1 <= period <= LONGEST_PERIOD
+    chosen = [p for p, w in zip(found, (given_statistics, given_inverse), strict=True) if w is None]
+    if chosen and LONGEST_PERIOD not in chosen:
+        assert seconds.overhead(*found) <= overhead * (1 + 1e-9)
+
+
+@given(costs, st.floats(0.01, 3))
+def test_no_shorter_pair_of_periods_would_do(seconds, overhead):
+    """By brute force over all pairs in which inverses are not older than their statistics."""
+    first, second = periods_within(seconds, overhead)
+    if LONGEST_PERIOD in (first, second):
+        return
+    shorter = [
+        (a, b)
+        for a in range(1, first + second)
+        for b in range(a, first + second - a)
+        if seconds.overhead(a, b) <= overhead * (1 - 1e-9)
+    ]
+    # Rounding each up to a whole number may cost one step each.
+    assert all(first + second - (a + b) <= 2 for a, b in shorter)
+
+
+class Clock:
+    """Time that passes only where a test lets it."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+    def passes(self, owner, name: str, seconds: float, monkeypatch) -> None:
+        real = getattr(owner, name)
+
+        def slow(*args, **kwargs):
+            self.time += seconds
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, slow)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    """A plain step of 8 seconds, statistics of 4, inverses of 2 (for 2 layers), a clip of 16."""
+    clock = Clock()
+    monkeypatch.setattr(kfc.budget, "perf_counter", clock)
+    clock.passes(nn.Tanh, "forward", 8.0, monkeypatch)
+    clock.passes(kfc.layers.LinearHandler, "activation_moment", 1.0, monkeypatch)
+    clock.passes(kfc.layers.LinearHandler, "derivative_rows", 1.0, monkeypatch)
+    clock.passes(kfc.layers.LinearHandler, "invert", 1.0, monkeypatch)
+    return clock
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def train(model, optimizer, steps: int, micro_batches: int = 1) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            F.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fisher", ["sampled", "empirical"])
+def test_the_parts_of_the_first_steps_are_measured(clock, fisher):
+    model = network()
+    optimizer = kfc.KFC(model, overhead=0.25, fisher_clip=None, fisher=fisher)
+    train(model, optimizer, MEASURED_STEPS - 1)
+    measuring = optimizer.diagnostics["periods"]
+    assert (measuring["statistics"], measuring["inverse"]) == (1, 1)
+    assert measuring["expected_overhead"] is None
+    train(model, optimizer, 1)
+    found = optimizer.diagnostics["periods"]
+    seconds = {"plain": 8.0, "every_step": 0.0, "statistics": 4.0, "inverses": 2.0}
+    assert found["measured_seconds"] == seconds
+    # (4 + 2) / 3 = 2 = 0.25 * 8
+    assert (found["statistics"], found["inverse"]) == (3, 3)
+    assert found["expected_overhead"] == pytest.approx(0.25)
+    start = clock.time
+    train(model, optimizer, 30)
+    assert clock.time - start == pytest.approx(30 * 8 * 1.25)
+
+
+def test_the_clip_has_its_share(clock, monkeypatch):
+    clock.passes(kfc.KFC, "_fisher_norm", 16.0 - 8.0, monkeypatch)  # and one forward pass
+    model = network()
+    optimizer = kfc.KFC(model, lr=1e-4, overhead=0.5)
+    train(model, optimizer, MEASURED_STEPS)
+    found = optimizer.diagnostics["periods"]
+    assert found["measured_seconds"]["every_step"] == pytest.approx(1.0)
+    assert (found["statistics"], found["inverse"]) == (2, 2)
+
+
+def test_micro_batches_count_as_one_step(clock):
+    model = network()
+    optimizer = kfc.KFC(model, overhead=0.25, fisher_clip=None)
+    train(model, optimizer, MEASURED_STEPS, micro_batches=2)
+    seconds = optimizer.diagnostics["periods"]["measured_seconds"]
+    assert (seconds["plain"], seconds["statistics"], seconds["inverses"]) == (16.0, 8.0, 2.0)
+
+
+@pytest.mark.usefixtures("clock")
+def test_explicit_periods_win():
+    model = network()
+    optimizer = kfc.KFC(
+        model, overhead=0.25, fisher_clip=None, statistics_period=kfc.Stretch(4), inverse_period=5
+    )
+    train(model, optimizer, MEASURED_STEPS)
+    found = optimizer.diagnostics["periods"]
+    assert (found["statistics"], found["inverse"]) == (1, 5)
+    assert found["expected_overhead"] == pytest.approx((4 / 4 + 2 / 5) / 8)
+    optimizer.close()
+    other = kfc.KFC(model, overhead=0.25, fisher_clip=None, statistics_period=4)
+    train(model, other, MEASURED_STEPS)
+    found = other.diagnostics["periods"]
+    assert (found["statistics"], found["inverse"]) == (4, 2)
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("after", [2, MEASURED_STEPS + 1])
+def test_a_resumed_run_keeps_its_periods(after):
+    model = network()
+    optimizer = kfc.KFC(model, overhead=0.1, fisher_clip=None)
+    train(model, optimizer, after)
+    state = copy.deepcopy(optimizer.state_dict())
+    resumed = kfc.KFC(model, overhead=0.1, fisher_clip=None)
+    resumed.load_state_dict(state)
+    assert resumed.diagnostics["periods"] == optimizer.diagnostics["periods"]
+    optimizer.close()
+    train(model, resumed, MEASURED_STEPS - min(after, MEASURED_STEPS))
+    assert resumed.diagnostics["periods"]["statistics"] == 8
+    another = kfc.KFC(model, overhead=0.2, fisher_clip=None)
+    another.load_state_dict(state)
+    assert another.diagnostics["periods"]["statistics"] == 1
+    for key, value in (("chosen", [0, 3]), ("chosen", None), ("seconds", None)):
+        broken = copy.deepcopy(optimizer.state_dict())
+        broken["preconditioner"]["budget"][key] = value
+        if after > MEASURED_STEPS:
+            with pytest.raises(ValueError, match="budget state"):
+                another.load_state_dict(broken)
+
+
+def test_a_budget_on_a_real_clock():
+    model = network()
+    optimizer = kfc.KFC(model, overhead=1.0)
+    train(model, optimizer, MEASURED_STEPS + 2)
+    found = optimizer.diagnostics["periods"]
+    assert all(seconds > 0 for seconds in found["measured_seconds"].values())
+    assert 1 <= found["statistics"] <= found["inverse"] <= LONGEST_PERIOD
+
+
+@pytest.mark.parametrize("overhead", [0, -1, float("nan"), "much"])
+def test_bad_budgets(overhead):
+    with pytest.raises(ValueError, match="overhead must be a finite number, above 0"):
+        kfc.KFC(network(), overhead=overhead)
