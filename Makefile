@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow coverage lint types check bench-moments bench-step docs clean
+.PHONY: demo test test-slow coverage lint types check bench profile docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kfc demo
@@ -30,17 +30,18 @@ types: $(VENV)/.dev
 # What CI runs.
 check: lint types test
 
-bench-moments: $(VENV)/.dev
-	$(BIN)/python benchmarks/second_moment.py
+# In an environment of its own, with the libraries it compares with. BENCH="--help" for options.
+bench: benchmarks/.venv/.done
+	benchmarks/.venv/bin/python benchmarks/run.py $(BENCH)
 
-bench-step: $(VENV)/.dev
-	$(BIN)/python benchmarks/step.py
+profile: $(VENV)/.dev
+	$(BIN)/python benchmarks/profile_step.py
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) .venv-slow runs site
+	rm -rf $(VENV) .venv-slow benchmarks/.venv runs site
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -62,6 +63,18 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	$(PYTHON) -m venv .venv-slow
 	.venv-slow/bin/python -m pip install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	.venv-slow/bin/python -m pip install -q -c constraints.txt -e ".[dev,peers]"
+	touch $@
+
+# A library that cannot be installed is reported by the benchmark, and does not stop it.
+benchmarks/.venv/.done: pyproject.toml constraints.txt benchmarks/requirements.txt
+	$(PYTHON) -m venv benchmarks/.venv
+	benchmarks/.venv/bin/python -m pip install -q -c constraints.txt \
+		"$$(grep '^torch==' constraints.txt)"
+	benchmarks/.venv/bin/python -m pip install -q -c constraints.txt -e .
+	grep -v '^#' benchmarks/requirements.txt | while read name; do \
+		benchmarks/.venv/bin/python -m pip install -q -c constraints.txt "$$name" \
+			|| echo "not installed: $$name"; \
+	done
 	touch $@
 
 $(VENV)/.docs: pyproject.toml $(VENV)/.torch

@@ -1,18 +1,11 @@
-"""How long patch moments take, against unfold-and-multiply: `python benchmarks/second_moment.py`.
-
-Both methods take turns in one run; times are medians with their quartiles. The growth of each in
-batch, channels and map size is the slope of log time against log size.
-"""
+"""How long patch moments take, against unfold-and-multiply."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import platform
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -50,9 +43,9 @@ CASES = [
 ]
 
 GROWTH = {
-    "batch": [Case(n, 16, 16, 3) for n in (64, 128, 256, 512)],
-    "channels": [Case(128, c, 16, 3) for c in (32, 64, 128, 256)],
-    "map size (pixels)": [Case(128, 16, s, 3) for s in (8, 16, 32, 64)],
+    "batch": [Case(n, 32, 16, 3) for n in (1024, 2048, 4096, 8192)],
+    "channels": [Case(32, c, 16, 3) for c in (64, 128, 256, 512)],
+    "map size (pixels)": [Case(64, 32, s, 3) for s in (16, 32, 64, 128)],
 }
 
 
@@ -100,55 +93,23 @@ def amount(case: Case, what: str) -> float:
     return {"batch": case.batch, "channels": case.channels}.get(what, case.size**2)
 
 
-def processor() -> str:
-    """What the system calls it; Linux tells in a file."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [
-                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
-            ]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
+@dataclass(frozen=True)
+class Growth:
+    """Times over sizes, and the slopes of their logarithms."""
+
+    what: str
+    sizes: list[float]
+    milliseconds: dict[str, list[float]]
+
+    @property
+    def slopes(self) -> dict[str, float]:
+        return {name: slope(self.sizes, times) for name, times in self.milliseconds.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", help="also write the numbers to this file")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    machine = f"torch {torch.__version__}, {arguments.threads} threads, {processor()}"
-    print(
-        f"{machine}\n\n| case | unfold ms | kfc ms | ratio | kfc's error |\n|---|---|---|---|---|"
+def measure_growth(what: str, repeats: int) -> Growth:
+    measured = [measure(case, repeats) for case in GROWTH[what]]
+    return Growth(
+        what,
+        [amount(case, what) for case in GROWTH[what]],
+        {name: [statistics.median(times[name]) for times in measured] for name in METHODS},
     )
-    results: list[dict[str, object]] = []
-    for case in CASES:
-        times = measure(case, arguments.repeats)
-        low, middle, high = statistics.quantiles(times["kfc"], n=4)
-        plain = statistics.median(times["unfold"])
-        wrong = error(case)
-        print(
-            f"| {case} | {plain:.0f} | {middle:.1f} ({low:.1f} to {high:.1f}) | "
-            f"{plain / middle:.1f} | {wrong:.0e} |",
-            flush=True,
-        )
-        results.append({**asdict(case), "milliseconds": times, "error": wrong})
-    print("\n| growth in | kfc | unfold |\n|---|---|---|")
-    for what, cases in GROWTH.items():
-        measured = [measure(case, arguments.repeats) for case in cases]
-        sizes = [amount(case, what) for case in cases]
-        slopes = {
-            name: slope(sizes, [statistics.median(times[name]) for times in measured])
-            for name in METHODS
-        }
-        print(f"| {what} | {slopes['kfc']:.2f} | {slopes['unfold']:.2f} |", flush=True)
-        results.append({"growth": what, **slopes})
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump({"machine": machine, "results": results}, file, indent=1)
-
-
-if __name__ == "__main__":
-    main()

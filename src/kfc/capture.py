@@ -73,23 +73,49 @@ class Session:
     examples: int = 0
     seconds: float = 0.0
     clock_device: torch.device | None = None
+    _split: tuple[list[Call], list[Call]] | None = None
 
     def backward(self, output: Tensor, derivative: Tensor) -> None:
         """One draw: carry a derivative from the output to every call's pre-activations.
 
-        The user's graph stays intact, and no weight gradients are computed.
+        The user's graph stays intact, and no weight gradients are computed. Derivatives that are
+        only passing are taken up as they pass, so that they need not all be held until the end.
         """
-        derivatives = torch.autograd.grad(
-            output,
-            [call.edge for call in self.calls],
-            derivative.to(output.dtype),
-            retain_graph=True,
-            allow_unused=True,
-        )
-        for call, at_output in zip(self.calls, derivatives, strict=True):
-            if at_output is not None:
-                self.statistics[call.layer].backward(call.kept, at_output, self.examples)
+        final, passing = self._final_and_passing()
+        handles = [
+            call.edge.node.register_prehook(partial(self._take_passing, call)) for call in passing
+        ]
+        try:
+            derivatives = torch.autograd.grad(
+                output,
+                [call.edge for call in final],
+                derivative.to(output.dtype),
+                retain_graph=True,
+                allow_unused=True,
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        for call, at_output in zip(final, derivatives, strict=True):
+            self._take(call, at_output)
         self.end_draw()
+
+    def _final_and_passing(self) -> tuple[list[Call], list[Call]]:
+        """The calls at which the way back ends, and those that have another one behind them."""
+        if self._split is None:
+            behind = nodes_with_one_behind([call.edge.node for call in self.calls])
+            passing = [call for call in self.calls if call.edge.node in behind]
+            final = [call for call in self.calls if call.edge.node not in behind]
+            self._split = final, passing
+        return self._split
+
+    def _take_passing(self, call: Call, derivatives: tuple[Tensor | None, ...]) -> None:
+        self._take(call, derivatives[call.edge.output_nr])
+
+    def _take(self, call: Call, derivative: Tensor | None) -> None:
+        if derivative is not None:
+            with torch.no_grad(), without_autocast(derivative.device):
+                self.statistics[call.layer].backward(call.kept, derivative, self.examples)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -108,6 +134,25 @@ class Session:
     def moments(self) -> dict[str, tuple[Moment, ...]]:
         """By layer; empty for a layer that no derivative reached."""
         return {layer: s.moments(self.examples) for layer, s in self.statistics.items()}
+
+
+def nodes_with_one_behind(nodes: Collection[Node]) -> set[Node]:
+    """Those of the graph's nodes from which, towards the inputs, another one of them is reached."""
+    wanted = set(nodes)
+    reaches: dict[Node, bool] = {}
+    for root in nodes:
+        # Depth first: a node is settled when all that lie behind it are.
+        pending = [root]
+        while pending:
+            node = pending[-1]
+            behind = [parent for parent, _ in node.next_functions if parent is not None]
+            if node not in reaches:
+                reaches[node] = False
+                pending += [parent for parent in behind if parent not in reaches]
+                continue
+            pending.pop()
+            reaches[node] = any(parent in wanted or reaches[parent] for parent in behind)
+    return {node for node in wanted if reaches[node]}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ class Stretch:
     """
 
     limit: int
-    pace: int = 25
+    pace: int = 15
 
     def __post_init__(self) -> None:
         for name, value in (("limit", self.limit), ("pace", self.pace)):

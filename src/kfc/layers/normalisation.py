@@ -74,11 +74,15 @@ class _NormalisationStatistics(Statistics):
         self.total: Tensor | None = None
 
     def forward(self, inputs: Tensor, outputs: Tensor) -> Tensor:
-        return self.handler.normalised(inputs.detach().to(self.handler.dtype))
+        # The inputs, which autograd keeps too, and not what they become, which it does not.
+        return inputs.detach()
 
     def backward(self, kept: Tensor, derivatives: Tensor, examples: int) -> None:
         derivatives = derivatives.detach().to(self.handler.dtype)
-        by_role = {"weight": derivatives * kept, "bias": derivatives}
+        by_role = {"bias": derivatives}
+        if "weight" in self.trained:
+            normalised = self.handler.normalised(kept.to(self.handler.dtype))
+            by_role["weight"] = derivatives * normalised
         per_row = torch.stack(
             [self.handler.channel_rows(by_role[r], examples).sum(1) for r in self.trained], dim=-1
         )

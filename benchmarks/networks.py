@@ -1,0 +1,100 @@
+"""The networks that steps are timed on, all for images with three channels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Network:
+    build: Callable[[], nn.Module]
+    size: int
+    batch: int
+
+    def model(self, device: torch.device) -> nn.Module:
+        return self.build().to(device, memory_format=torch.channels_last)
+
+    def data(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        images = torch.randn(batch, 3, self.size, self.size)
+        images = images.to(device, memory_format=torch.channels_last)
+        return images, torch.randint(10, (batch,)).to(device)
+
+
+def paper_network(widths: tuple[int, int, int], padded_pools: bool = False) -> nn.Module:
+    """Three 5x5 convolutions, max pooling once and average pooling twice; no normalisation.
+
+    Args:
+        padded_pools: average over windows with a padding instead of a ceiling, for libraries that
+            cannot do the other; maps have the same sizes.
+    """
+    first, second, third = widths
+
+    def average() -> nn.Module:
+        if padded_pools:
+            return nn.AvgPool2d(3, 2, padding=1)
+        return nn.AvgPool2d(3, 2, ceil_mode=True, count_include_pad=False)
+
+    return nn.Sequential(
+        nn.Conv2d(3, first, 5, padding=2),
+        nn.MaxPool2d(3, 2, ceil_mode=True),
+        nn.ReLU(),
+        nn.Conv2d(first, second, 5, padding=2),
+        nn.ReLU(),
+        average(),
+        nn.Conv2d(second, third, 5, padding=2),
+        nn.ReLU(),
+        average(),
+        nn.Flatten(),
+        nn.Linear(16 * third, 10),
+    )
+
+
+def vgg_like() -> nn.Module:
+    """3x3 convolutions in pairs, max pooling between."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width in (32, 64, 128):
+        for _ in range(2):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * channels, 10))
+
+
+class Residual(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.first_norm = nn.BatchNorm2d(outputs)
+        self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.second_norm = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Conv2d(inputs, outputs, 1, stride)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.relu(self.first_norm(self.first(inputs)))
+        return torch.relu(self.second_norm(self.second(hidden)) + self.shortcut(inputs))
+
+
+def resnet18_like() -> nn.Module:
+    """ResNet-18's shape for small images, at a quarter of its width."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)]
+    layers.append(nn.ReLU())
+    channels = 16
+    for width, stride in ((16, 1), (32, 2), (64, 2), (128, 2)):
+        layers += [Residual(channels, width, stride), Residual(width, width, 1)]
+        channels = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+
+
+NETWORKS = {
+    "cifar10": Network(lambda: paper_network((32, 32, 64)), 32, 512),
+    "svhn": Network(lambda: paper_network((64, 64, 64)), 32, 512),
+    "vgg": Network(vgg_like, 32, 256),
+    "resnet18": Network(resnet18_like, 32, 256),
+}

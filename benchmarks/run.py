@@ -1,0 +1,314 @@
+"""The benchmarks: `make bench`, or `python benchmarks/run.py --help`.
+
+All methods take turns in one process; the ratio to SGD is taken within each round, so that a busy
+machine hits both sides of it alike. Writes a JSON file and a page with figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import second_moment
+import torch
+from machine import machine, versions, wait_for
+from methods import DEFAULT, METHODS, OURS, PEERS, PLAIN, Method, Step
+from networks import NETWORKS
+from page import write_page
+
+HERE = Path(__file__).parent
+SECTIONS = ("moments", "growth", "steps", "default", "first")
+# Rounds in which methods that need a whole cycle of steps take part.
+CYCLE_ROUNDS = 3
+# "averaged over steps 101 to 200"
+HUNDRED = 100
+
+
+@dataclass
+class Timed:
+    """Seconds per step of a method, and of SGD in the same round."""
+
+    method: str
+    seconds: list[float]
+    plain: list[float]
+
+    @property
+    def ratios(self) -> list[float]:
+        return [mine / plain for mine, plain in zip(self.seconds, self.plain, strict=True)]
+
+    def summary(self) -> dict[str, Any]:
+        low, middle, high = quartiles(self.ratios)
+        return {
+            "method": self.method,
+            "note": METHODS[self.method].note,
+            "milliseconds": 1000 * statistics.median(self.seconds),
+            "ratio": middle,
+            "ratio_quartiles": [low, high],
+            "rounds": len(self.ratios),
+        }
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+class Bench:
+    """The runs of one network and batch size."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.device = torch.device(options.device)
+        self.network = NETWORKS[options.network]
+        self.batch = options.batch or self.network.batch
+        self.images, self.labels = self.network.data(self.batch, self.device)
+        self.failures: dict[str, str] = {}
+
+    def build(self, method: Method) -> Step | None:
+        """Ready after a first step; a method that fails is reported."""
+        try:
+            torch.manual_seed(0)
+            step = method.build(self.network.model(self.device))
+            step(self.images, self.labels)
+        except Exception as error:
+            self.failures[method.name] = f"{type(error).__name__}: {error}"
+            say(f"{method.name} failed: {type(error).__name__}: {error}")
+            return None
+        return step
+
+    def seconds(self, step: Step, count: int = 1) -> float:
+        wait_for(self.device)
+        start = perf_counter()
+        for _ in range(count):
+            step(self.images, self.labels)
+        wait_for(self.device)
+        return (perf_counter() - start) / count
+
+    def steps(self, methods: Iterable[Method]) -> list[dict[str, Any]]:
+        built = {m.name: s for m in [PLAIN, *methods] if (s := self.build(m)) is not None}
+        timed = {name: Timed(name, [], []) for name in built}
+        for turn in range(1 + self.options.repeats):
+            plain = 0.0
+            for name, step in built.items():
+                cycle = METHODS[name].cycle
+                if cycle > 1 and turn > CYCLE_ROUNDS:
+                    continue
+                if cycle > 1 and turn == 0:
+                    # Each cycle is timed from its expensive step on.
+                    self.seconds(step, cycle - 1)
+                    continue
+                mine = self.seconds(step, cycle)
+                plain = mine if name == PLAIN.name else plain
+                if turn:  # the first round warms up
+                    timed[name].seconds.append(mine)
+                    timed[name].plain.append(plain)
+            say(f"steps: round {turn} of {self.options.repeats}")
+        return [result.summary() for result in timed.values()]
+
+    def default_settings(self) -> dict[str, Any]:
+        """Means over the first and the second hundred steps of a run with defaults, and of SGD."""
+        torch.manual_seed(0)
+        plain = PLAIN.build(self.network.model(self.device))
+        ours = DEFAULT.build(self.network.model(self.device))
+        self.seconds(plain, 3)
+        times: list[tuple[float, float]] = []
+        for turn in range(2 * HUNDRED):
+            times.append((self.seconds(plain), self.seconds(ours)))
+            if (turn + 1) % HUNDRED == 0:
+                say(f"default settings: step {turn + 1} of {2 * HUNDRED}")
+        result = {}
+        for name, part in (("first", times[:HUNDRED]), ("second", times[HUNDRED:])):
+            mine, theirs = sum(b for _, b in part), sum(a for a, _ in part)
+            result[f"{name}_hundred"] = mine / theirs
+        return result
+
+    def first_steps(self, methods: Iterable[Method]) -> list[dict[str, Any]]:
+        """Building and first step, and peak memory, each in a process of its own."""
+        results = []
+        for method in methods:
+            command = [sys.executable, str(HERE / "worker.py"), method.name]
+            options = {
+                "network": self.options.network,
+                "batch": self.batch,
+                "threads": self.options.threads,
+                "device": self.options.device,
+            }
+            for name, value in options.items():
+                command += [f"--{name}", str(value)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            say(f"first steps and memory: {method.name}")
+            if done.returncode:
+                lines = done.stderr.strip().splitlines()
+                self.failures[method.name] = lines[-1] if lines else "ended without a word"
+                continue
+            numbers = json.loads(done.stdout.splitlines()[-1])
+            results.append({"method": method.name, **numbers})
+        return results
+
+
+def moments(repeats: int) -> list[dict[str, Any]]:
+    results = []
+    for case in second_moment.CASES:
+        times = second_moment.measure(case, repeats)
+        ratios = [a / b for a, b in zip(times["unfold"], times["kfc"], strict=True)]
+        low, middle, high = quartiles(ratios)
+        results.append(
+            {
+                "case": str(case),
+                "unfold_milliseconds": statistics.median(times["unfold"]),
+                "kfc_milliseconds": statistics.median(times["kfc"]),
+                "ratio": middle,
+                "ratio_quartiles": [low, high],
+                "error": second_moment.error(case),
+            }
+        )
+        say(f"patch moments: {case}")
+    return results
+
+
+def growth(repeats: int) -> list[dict[str, Any]]:
+    results = []
+    for what in second_moment.GROWTH:
+        found = second_moment.measure_growth(what, repeats)
+        results.append({**asdict(found), "slopes": found.slopes})
+        say(f"growth in {what}")
+    return results
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def tables(results: dict[str, Any]) -> str:
+    """What is printed, and goes into docs/benchmarks.md: markdown."""
+    lines: list[str] = []
+
+    def table(title: str, head: list[str], rows: list[list[str]]) -> None:
+        lines.extend(["", f"**{title}**", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"])
+        lines.extend(f"| {' | '.join(row)} |" for row in rows)
+
+    if "moments" in results:
+        rows = [
+            [
+                r["case"],
+                f"{r['unfold_milliseconds']:.0f}",
+                f"{r['kfc_milliseconds']:.1f}",
+                with_spread(r),
+                f"{r['error']:.0e}",
+            ]
+            for r in results["moments"]
+        ]
+        table("Patch moments", ["case", "unfold ms", "kfc ms", "ratio", "kfc's error"], rows)
+    if "growth" in results:
+        rows = [
+            [r["what"], *(f"{r['slopes'][name]:.2f}" for name in ("kfc", "unfold"))]
+            for r in results["growth"]
+        ]
+        table("Growth: slope of log time", ["in", "kfc", "unfold"], rows)
+    if "steps" in results:
+        rows = [
+            [r["method"], f"{r['milliseconds']:.0f}", with_spread(r), r["note"]]
+            for r in results["steps"]
+        ]
+        table("Step, relative to SGD's", ["method", "ms", "ratio", ""], rows)
+    if "default" in results:
+        found = results["default"]
+        rows = [
+            ["1 to 100", f"{found['first_hundred']:.2f}"],
+            ["101 to 200", f"{found['second_hundred']:.2f}"],
+        ]
+        table("KFC with default settings, mean", ["steps", "ratio"], rows)
+    if "first" in results:
+        rows = [
+            [
+                r["method"],
+                f"{(r['building'] + r['first_step']) / r['sgd_step']:.2f}",
+                f"{r['mebibytes']:.0f}",
+                f"{r['mebibytes'] / r['sgd_mebibytes']:.2f}",
+            ]
+            for r in results["first"]
+        ]
+        head = ["method", "building and first step / SGD step", "peak MiB", "/ SGD's peak"]
+        table("First step and memory", head, rows)
+    if results["failures"]:
+        table("Failed", ["method", "why"], [[k, v] for k, v in results["failures"].items()])
+    return "\n".join(lines)
+
+
+def with_spread(result: dict[str, Any]) -> str:
+    low, high = result["ratio_quartiles"]
+    return f"{result['ratio']:.2f} ({low:.2f} to {high:.2f})"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--only", nargs="+", metavar="PATTERN", help="methods, as in 'KFC*' or '*SOAP*'"
+    )
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--network", choices=NETWORKS, default="cifar10")
+    parser.add_argument("--batch", type=int, help="by default the network's own")
+    parser.add_argument("--repeats", type=int, default=15, help="rounds that count")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder")
+    parser.add_argument("--list", action="store_true", help="name the methods and stop")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parse()
+    if options.list:
+        print("\n".join(METHODS))
+        return
+    torch.set_num_threads(options.threads)
+    chosen = [
+        m
+        for m in [*OURS, *PEERS]
+        if not options.only or any(fnmatch(m.name.lower(), p.lower()) for p in options.only)
+    ]
+    if not chosen:
+        sys.exit(f"no method fits {options.only}; --list names them")
+    bench = Bench(options)
+    packages = list(dict.fromkeys(m.package for m in METHODS.values()))
+    results: dict[str, Any] = {
+        "machine": machine(bench.device),
+        "versions": versions(packages),
+        "network": options.network,
+        "batch": bench.batch,
+    }
+    if "moments" in options.sections:
+        results["moments"] = moments(options.repeats)
+    if "growth" in options.sections:
+        results["growth"] = growth(max(1, options.repeats // 5))
+    if "steps" in options.sections:
+        results["steps"] = bench.steps(chosen)
+    if "default" in options.sections:
+        results["default"] = bench.default_settings()
+    if "first" in options.sections:
+        single = [m for m in chosen if m.cycle == 1 and m.name not in bench.failures]
+        results["first"] = bench.first_steps([PLAIN, DEFAULT, *single])
+    results["failures"] = bench.failures
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / f"{options.network}-{bench.batch}"
+    stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    write_page(results, stem.with_suffix(".html"))
+    print(", ".join(f"{k} {v}" for k, v in {**results["machine"], **results["versions"]}.items()))
+    print(f"network {options.network}, batch {bench.batch}")
+    print(tables(results))
+    say(f"\nwritten: {stem.with_suffix('.json')}, {stem.with_suffix('.html')}")
+
+
+if __name__ == "__main__":
+    main()
