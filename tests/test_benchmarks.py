@@ -1,0 +1,49 @@
+"""The benchmark program, on as little as possible: what it writes, not what it measures."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).parents[1] / "benchmarks" / "run.py"
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(RUN), "--threads", "1", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("network", ["cifar10", "svhn", "vgg", "resnet18"])
+def test_it_writes_numbers_tables_and_a_page(network, tmp_path):
+    options = ["--network", network, "--batch", "4", "--repeats", "1", "--out", str(tmp_path)]
+    done = bench("--only", "kfc, every step, no*", "--sections", "steps", "first", *options)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / f"{network}-4.json").read_text())
+    assert [row["method"] for row in results["steps"]] == ["SGD", "KFC, every step, no clip"]
+    assert all(row["milliseconds"] > 0 for row in results["steps"])
+    assert all(row["mebibytes"] > 0 for row in results["first"])
+    assert results["failures"] == {}
+    assert {"device", "threads", "torch"} <= results["machine"].keys()
+    assert "kfc-torch" in results["versions"]
+    assert "| KFC, every step, no clip |" in done.stdout
+    page = (tmp_path / f"{network}-4.html").read_text()
+    assert "<svg" in page
+    assert "http" not in page
+
+
+def test_a_library_that_is_not_there_is_reported(tmp_path):
+    options = ["--batch", "4", "--repeats", "1", "--sections", "steps", "--out", str(tmp_path)]
+    done = bench("--only", "NNGeometry KFAC, every step", *options)
+    assert done.returncode == 0, done.stderr
+    failures = json.loads((tmp_path / "cifar10-4.json").read_text())["failures"]
+    assert "No module named 'nngeometry'" in failures["NNGeometry KFAC, every step"]
+    assert "No module named" in done.stdout
+    assert "No module named" in (tmp_path / "cifar10-4.html").read_text()
+
+
+def test_a_name_that_fits_nothing_is_an_error():
+    done = bench("--only", "KFCC")
+    assert done.returncode != 0
+    assert "no method fits ['KFCC']" in done.stderr
