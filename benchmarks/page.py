@@ -78,7 +78,7 @@ def colour(name: str, ours: bool) -> str:
 
 def bars(rows: Sequence[dict[str, Any]]) -> str:
     """Horizontal, from 1 on, on a logarithmic axis."""
-    left, width, height = 250, 760, 26
+    left, width, height = 290, 800, 26
     most = max(row["ratio_quartiles"][1] for row in rows) * 1.15
     lowest = min(0.9, *(row["ratio_quartiles"][0] for row in rows))
 
