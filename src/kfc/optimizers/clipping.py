@@ -93,7 +93,10 @@ class FisherClip:
         largest = MARGIN * max(self._ratios) * estimate
         factor = (self.limit / largest).clamp(max=1).sqrt()
         guarded = (factor < 1).long()
-        self._guards = guarded + torch.as_tensor(self._guards).to(guarded)
+        before = self._guards
+        if isinstance(before, Tensor):
+            before = before.to(guarded.device, non_blocking=True)
+        self._guards = guarded + before
         self._factor = factor
         return factor
 
