@@ -534,3 +534,59 @@ def test_scripted_and_replicated_models_are_refused():
         kfc.KFC(torch.jit.trace(nn.Linear(2, 2), torch.randn(1, 2)))
     with pytest.raises(ValueError, match="DataParallel"):
         kfc.KFC(nn.DataParallel(net()))
+
+
+@pytest.mark.parametrize("fisher", ["sampled", "exact", "empirical"])
+def test_in_place_activations_after_a_linear_layer_with_several_leading_dimensions(fisher):
+    """Its output is a view, whose own edge the activation replaces."""
+    found = []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(4, 6), nn.ReLU(inplace), nn.Linear(6, 6), nn.Flatten(), nn.Linear(30, 3)
+        )
+        optimizer = kfc.KFC(model, fisher=fisher, seed=1)
+        x, y = torch.randn(8, 5, 4), torch.randint(3, (8,))
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        found.append([f.derivative for f in optimizer.factors.values()])
+    assert len(found[1]) == 3
+    torch.testing.assert_close(*found)
+
+
+def test_batch_norm_whose_mode_changes_before_the_backward_pass():
+    found = []
+    for changes in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+        optimizer = kfc.KFC(model, fisher="empirical", fisher_clip=None)
+        loss = F.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,)))
+        if changes:
+            model.eval()
+        loss.backward()
+        optimizer.step()
+        found.append(optimizer.blocks["1"])
+    torch.testing.assert_close(*found)
+
+
+def test_a_normalisation_layer_whose_input_was_changed_says_so():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)
+
+        def inside(self, x):
+            hidden = self.first(x)
+            result = self.norm(hidden)
+            with torch.no_grad():
+                hidden.zero_()
+            return result
+
+        def forward(self, x):
+            return self.last(checkpoint(self.inside, x, use_reentrant=False))
+
+    model = Model()
+    optimizer = kfc.KFC(model)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        model(torch.randn(8, 4))
+    assert optimizer.factors == {}

@@ -780,6 +780,129 @@ def test_a_step_with_nothing_due_waits_for_nothing_and_allocates_once(scaled, mo
     assert model_bytes <= max(peaks) < 1.25 * model_bytes
 
 
+def test_the_guard_survives_an_estimate_below_zero():
+    """As rounding may leave of a gradient in the null space of undamped factors."""
+    clip = FisherClip(0.3, None)
+    assert clip.is_due()
+    clip.shorten(torch.tensor(0.01), torch.tensor(0.01))
+    assert not clip.is_due()
+    assert float(clip.guard(torch.tensor(-1e-9))) == 1
+    assert float(clip.guard(torch.tensor(0.0))) == 1
+
+
+def test_averages_stay_in_a_bad_step_that_only_the_device_knows():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    optimizer = kfc.KFC(
+        model, statistics_period=99, inverse_period=99, fisher_clip=None, averaging_timescale=3
+    )
+    train(model, optimizer, 3)
+    before = [optimizer.state[p]["average"].clone() for p in model.parameters()]
+    x, y = batch()
+    train(model, optimizer, 1, [(x * math.nan, y)])
+    after = [optimizer.state[p]["average"] for p in model.parameters()]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    train(model, optimizer, 1)
+    assert not torch.equal(optimizer.state[model[1].weight]["average"], before[0])
+
+
+def test_half_precision_holds_natural_gradients_beyond_its_range():
+    """The learning rate brings them back."""
+    model = nn.Sequential(nn.Linear(4, 3, bias=False)).half()
+    optimizer = kfc.KFC(model, lr=1e-6, damping=1e-6, statistics_period=50, inverse_period=50)
+    x, y = (torch.randn(16, 4) * 1e-2).half(), torch.randint(3, (16,))
+    for k in range(6):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if k == 4:
+            model[0].weight.grad.mul_(20000)
+        optimizer.step()
+    assert torch.isfinite(model[0].weight).all()
+    assert optimizer.diagnostics["skipped_steps"] == 0
+
+
+def test_a_half_precision_parameter_without_a_handler_is_no_reason_to_skip():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(400))
+            self.last = nn.Linear(400, 3)
+
+        def forward(self, x):
+            return self.last(x * self.scale)
+
+    model = Scaled().half()
+    optimizer = kfc.KFC(model, lr=1e-5, momentum=0, statistics_period=50, inverse_period=50)
+    x, y = torch.randn(8, 400).half(), torch.randint(3, (8,))
+    for _ in range(6):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        model.scale.grad.add_(30)
+        optimizer.step()
+    assert optimizer.diagnostics["skipped_steps"] == 0
+
+
+def test_momentum_is_the_same_number_whether_a_step_is_in_doubt_or_not():
+    results = []
+    for statistics_period in (1, 99):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).double()
+        optimizer = kfc.KFC(
+            model, factor_decay=0.0, statistics_period=statistics_period, inverse_period=99
+        )
+        x, y = batch()
+        data = [(x.double(), y)] * 6
+        optimizer.preconditioner.curvature.take_up = lambda decay: None
+        optimizer.preconditioner.curvature.precondition = lambda vectors: {
+            name: (v * v).sum() for name, v in vectors.items()
+        }
+        train(model, optimizer, 6, data)
+        results.append(values(model))
+    torch.testing.assert_close(*results, rtol=1e-14, atol=0)
+
+
+def test_an_error_within_a_step_leaves_no_doubts():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    optimizer = kfc.KFC(model, statistics_period=99, inverse_period=99, fisher_clip=None)
+    train(model, optimizer, 2)
+    x, y = batch()
+    optimizer.zero_grad()
+    F.cross_entropy(model(x * math.nan), y).backward()
+    precondition = optimizer.preconditioner.precondition
+    optimizer.preconditioner.precondition = None
+    with pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.preconditioner.precondition = precondition
+    before = values(model)
+    train(model, optimizer, 1)
+    assert not torch.equal(before[0], values(model)[0])
+    assert optimizer.diagnostics["skipped_steps"] == 0
+
+
+def test_an_overflow_is_skipped_quietly_also_when_the_clip_is_due():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    optimizer = kfc.KFC(model, statistics_period=99, inverse_period=99, clip_period=1)
+    train(model, optimizer, 2)
+    x, y = batch()
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    model[1].weight.grad[0, 0] = math.inf
+    optimizer.found_inf, optimizer.grad_scale = torch.ones(()), torch.ones(())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        assert optimizer.diagnostics["skipped_steps"] == 1
+
+
+def test_factors_from_a_data_set_still_need_a_batch_for_the_clip():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    optimizer = kfc.KFC(model)
+    x, y = batch()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.estimate_factors([x])
+    with pytest.raises(RuntimeError, match="the clip needs the batch"):
+        optimizer.step()
+
+
 def test_a_bad_first_batch_is_skipped_too():
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
     optimizer = kfc.KFC(model)

@@ -49,13 +49,13 @@ class Call:
         edge: where the derivative with respect to the call's output arrives. The edge, not the
             tensor: after an in-place ReLU the tensor's derivative is silently another one.
         kept: what the layer's statistics keep of the inputs until then.
-        rows: the output's first dimension.
+        shape: of the output.
     """
 
     layer: str
     edge: GradientEdge
     kept: Any
-    rows: int
+    shape: torch.Size
 
 
 @dataclass
@@ -114,8 +114,7 @@ class Session:
 
     def _take(self, call: Call, derivative: Tensor | None) -> None:
         if derivative is not None:
-            with torch.no_grad(), without_autocast(derivative.device):
-                self.statistics[call.layer].backward(call.kept, derivative, self.examples)
+            take_derivative(self, self.statistics[call.layer], call.kept, call.shape, derivative)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -129,7 +128,7 @@ class Session:
 
     def shares_rows(self) -> bool:
         """Whether a layer ran on rows that do not belong to one example each."""
-        return any(call.rows % self.examples for call in self.calls)
+        return any(call.shape[0] % self.examples for call in self.calls)
 
     def moments(self) -> dict[str, tuple[Moment, ...]]:
         """By layer; empty for a layer that no derivative reached."""
@@ -241,10 +240,14 @@ class Capture:
         inputs = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
         with session.timed(), torch.no_grad(), without_autocast(output.device):
             kept = statistics.forward(inputs, output)
-        session.calls.append(Call(name, get_gradient_edge(output), kept, output.shape[0]))
+        edge = output_edge(output)
+        session.calls.append(Call(name, edge, kept, output.shape))
         if self._during_backward:
-            hook = partial(_take_derivative, session, statistics, kept)
-            output.register_hook(hook)
+            # Not through the call, whose edge would hold the graph in a cycle.
+            hook = partial(
+                _take_in_user_backward, session, statistics, kept, output.shape, edge.output_nr
+            )
+            edge.node.register_prehook(hook)
 
     def _after_model(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         session: Session | None = getattr(self._thread, "session", None)
@@ -291,10 +294,39 @@ def _nothing() -> None:
     return None
 
 
-def _take_derivative(session: Session, statistics: Statistics, kept: Any, value: Tensor) -> None:
-    if session.examples:
-        with session.timed(), torch.no_grad(), without_autocast(value.device):
-            statistics.backward(kept, value, session.examples)
+def output_edge(output: Tensor) -> GradientEdge:
+    """Where the derivative with respect to a layer's output arrives, come what may after it.
+
+    Of a view of all of another tensor (as a linear layer's output for several leading dimensions)
+    that of the other tensor: an operation in place replaces the view's own.
+    """
+    base = output._base
+    if base is not None and base.requires_grad and base.numel() == output.numel():
+        same = base.is_contiguous() and output.is_contiguous()
+        if same and base.storage_offset() == output.storage_offset():
+            return get_gradient_edge(base)
+    return get_gradient_edge(output)
+
+
+def take_derivative(
+    session: Session, statistics: Statistics, kept: Any, shape: torch.Size, value: Tensor
+) -> None:
+    with torch.no_grad(), without_autocast(value.device):
+        statistics.backward(kept, value.reshape(shape), session.examples)
+
+
+def _take_in_user_backward(
+    session: Session,
+    statistics: Statistics,
+    kept: Any,
+    shape: torch.Size,
+    output_nr: int,
+    derivatives: tuple[Tensor | None, ...],
+) -> None:
+    value = derivatives[output_nr]
+    if session.examples and value is not None:
+        with session.timed():
+            take_derivative(session, statistics, kept, shape, value)
 
 
 def _remove_all(handles: list[RemovableHandle]) -> None:

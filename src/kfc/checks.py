@@ -9,13 +9,18 @@ import torch
 from torch import Tensor
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device; the host waits only if it is the host's own, whose reads nothing orders."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def all_finite(values: Iterable[Tensor]) -> Tensor:
     """Whether all these scalars are finite: a boolean scalar, on the first one's device."""
     scalars = list(values)
     if not scalars:
         return torch.ones((), dtype=torch.bool)
     home = scalars[0].device
-    flags = [torch.isfinite(scalar).to(home, non_blocking=True) for scalar in scalars]
+    flags = [moved(torch.isfinite(scalar), home) for scalar in scalars]
     return torch.stack(flags).all()
 
 

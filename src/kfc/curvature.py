@@ -267,7 +267,8 @@ def _scaled(moments: tuple[Moment, ...], scale: float) -> tuple[Moment, ...]:
 
 
 def _inner_product(vector: Tensor, other: Tensor) -> Tensor:
-    return torch.dot(vector.flatten().to(other.dtype), other.flatten())
+    wide = torch.promote_types(torch.promote_types(vector.dtype, other.dtype), torch.float32)
+    return torch.dot(vector.flatten().to(wide), other.flatten().to(wide))
 
 
 def _save(layer: LayerCurvature) -> dict[str, Any]:

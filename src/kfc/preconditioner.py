@@ -14,6 +14,7 @@ from kfc.capture import Capture, without_autocast
 from kfc.checks import (
     all_finite,
     largest_entries,
+    moved,
     require_choice,
     require_keys,
     require_number,
@@ -287,6 +288,7 @@ class Preconditioner:
         """
         if not self._capture.close.alive:
             raise RuntimeError("the optimizer is closed: its hooks are gone; make a new one")
+        self._forget_doubts()
         with self._full_precision():
             self.gathering.complete(loss_scale)
             if self.steps == 0:
@@ -309,7 +311,7 @@ class Preconditioner:
             traces = self.curvature.pending_traces()
             bad = ~all_finite([*largest_entries(gradients.values()), *traces])
             if overflow is not None:
-                bad = bad | overflow.to(bad.device)
+                bad = bad | moved(overflow, bad.device)
             due = bool(traces) or self._inverses_are_due() or self.curvature.lacks_inverses()
             if not (wait or due):
                 self.doubt(bad, overflow)
@@ -332,7 +334,8 @@ class Preconditioner:
 
     def doubt(self, bad: Tensor, quietly: Tensor | None = None) -> None:
         """The step in progress is bad if the device says so; ``in_doubt`` tells."""
-        self.in_doubt = bad if self.in_doubt is None else self.in_doubt | bad.to(self.in_doubt)
+        before = self.in_doubt
+        self.in_doubt = bad if before is None else before | moved(bad, before.device)
         self._quietly = quietly if quietly is not None else self._quietly
 
     def end_step(self) -> None:
@@ -354,6 +357,10 @@ class Preconditioner:
 
     def _forget_batch(self) -> None:
         self.gathering.drop()
+        self._forget_doubts()
+
+    def _forget_doubts(self) -> None:
+        """Also those that an exception in the last step left behind."""
         self.in_doubt = self._quietly = None
         self._measured = {}
 
@@ -462,7 +469,7 @@ class Preconditioner:
         """Continue from a state; the model's own parameters are loaded separately."""
         self.check_state(state)
         self.skipped_steps.restore(state["skipped_steps"])
-        self.gathering.drop()
+        self._forget_batch()
         self.gathering.generator.load_state_dict(state["generator"])
         if self.budget is not None and state["budget"] is not None:
             self.budget.load_state_dict(state["budget"])

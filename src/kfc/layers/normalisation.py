@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,8 @@ class NormalisationHandler(Handler):
     roles: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
     @abstractmethod
-    def normalised(self, inputs: Tensor) -> Tensor:
-        """x_hat, shaped like the inputs."""
+    def normaliser(self) -> Callable[[Tensor], Tensor]:
+        """What makes x_hat of inputs, shaped like them; as the module would now, also later on."""
 
     @abstractmethod
     def channel_rows(self, values: Tensor, examples: int) -> Tensor:
@@ -64,6 +64,22 @@ class NormalisationHandler(Handler):
         }
 
 
+class _Kept(NamedTuple):
+    """A call's inputs, and how they were normalised then."""
+
+    inputs: Tensor
+    version: int
+    normalise: Callable[[Tensor], Tensor]
+
+    def normalised(self, dtype: torch.dtype) -> Tensor:
+        if self.inputs._version != self.version:
+            raise RuntimeError(
+                "the input of a normalisation layer was changed in place after the layer ran, so "
+                "that its statistics cannot be taken; change a copy of it"
+            )
+        return self.normalise(self.inputs.to(dtype))
+
+
 class _NormalisationStatistics(Statistics):
     """Mean over examples of the outer product of (Σ_t Ds x_hat, Σ_t Ds), per channel."""
 
@@ -73,16 +89,15 @@ class _NormalisationStatistics(Statistics):
         self.example_gradients: Tensor | None = None
         self.total: Tensor | None = None
 
-    def forward(self, inputs: Tensor, outputs: Tensor) -> Tensor:
-        # The inputs, which autograd keeps too, and not what they become, which it does not.
-        return inputs.detach()
+    def forward(self, inputs: Tensor, outputs: Tensor) -> _Kept:
+        # The inputs, which autograd usually keeps too, and not what they become.
+        return _Kept(inputs.detach(), inputs._version, self.handler.normaliser())
 
-    def backward(self, kept: Tensor, derivatives: Tensor, examples: int) -> None:
+    def backward(self, kept: _Kept, derivatives: Tensor, examples: int) -> None:
         derivatives = derivatives.detach().to(self.handler.dtype)
         by_role = {"bias": derivatives}
         if "weight" in self.trained:
-            normalised = self.handler.normalised(kept.to(self.handler.dtype))
-            by_role["weight"] = derivatives * normalised
+            by_role["weight"] = derivatives * kept.normalised(self.handler.dtype)
         per_row = torch.stack(
             [self.handler.channel_rows(by_role[r], examples).sum(1) for r in self.trained], dim=-1
         )
@@ -155,17 +170,21 @@ class BatchNormHandler(_ChannelSecond):
 
     module: _BatchNorm
 
-    def normalised(self, inputs: Tensor) -> Tensor:
+    def normaliser(self) -> Callable[[Tensor], Tensor]:
         norm = self.module
         uses_batch = norm.training or norm.running_mean is None
-        mean, variance = (None, None) if uses_batch else _running_statistics(norm, inputs)
-        return F.batch_norm(inputs, mean, variance, training=uses_batch, eps=norm.eps)
+        mean, variance = (None, None) if uses_batch else _running_statistics(norm, self.dtype)
+        eps = norm.eps
+        return lambda inputs: F.batch_norm(inputs, mean, variance, training=uses_batch, eps=eps)
 
 
-def _running_statistics(norm: _BatchNorm | _InstanceNorm, like: Tensor) -> tuple[Tensor, Tensor]:
+def _running_statistics(
+    norm: _BatchNorm | _InstanceNorm, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Copies: the module's own may move on before they are needed."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
-    return norm.running_mean.to(like.dtype), norm.running_var.to(like.dtype)
+    return norm.running_mean.to(dtype, copy=True), norm.running_var.to(dtype, copy=True)
 
 
 class InstanceNormHandler(_ChannelSecond):
@@ -173,13 +192,17 @@ class InstanceNormHandler(_ChannelSecond):
 
     module: _InstanceNorm
 
-    def normalised(self, inputs: Tensor) -> Tensor:
+    def normaliser(self) -> Callable[[Tensor], Tensor]:
         norm = self.module
-        batch = self._with_batch(inputs)
         uses_input = norm.training or not norm.track_running_stats
-        mean, variance = (None, None) if uses_input else _running_statistics(norm, inputs)
-        x_hat = F.instance_norm(batch, mean, variance, use_input_stats=uses_input, eps=norm.eps)
-        return x_hat.reshape(inputs.shape)
+        mean, variance = (None, None) if uses_input else _running_statistics(norm, self.dtype)
+
+        def normalised(inputs: Tensor) -> Tensor:
+            batch = self._with_batch(inputs)
+            x_hat = F.instance_norm(batch, mean, variance, use_input_stats=uses_input, eps=norm.eps)
+            return x_hat.reshape(inputs.shape)
+
+        return normalised
 
     def channel_rows(self, values: Tensor, examples: int) -> Tensor:
         return super().channel_rows(self._with_batch(values), examples)
@@ -194,8 +217,9 @@ class GroupNormHandler(_ChannelSecond):
 
     module: nn.GroupNorm
 
-    def normalised(self, inputs: Tensor) -> Tensor:
-        return F.group_norm(inputs, self.module.num_groups, eps=self.module.eps)
+    def normaliser(self) -> Callable[[Tensor], Tensor]:
+        norm = self.module
+        return lambda inputs: F.group_norm(inputs, norm.num_groups, eps=norm.eps)
 
 
 class LayerNormHandler(NormalisationHandler):
@@ -203,8 +227,9 @@ class LayerNormHandler(NormalisationHandler):
 
     module: nn.LayerNorm
 
-    def normalised(self, inputs: Tensor) -> Tensor:
-        return F.layer_norm(inputs, self.module.normalized_shape, eps=self.module.eps)
+    def normaliser(self) -> Callable[[Tensor], Tensor]:
+        norm = self.module
+        return lambda inputs: F.layer_norm(inputs, norm.normalized_shape, eps=norm.eps)
 
     def channel_rows(self, values: Tensor, examples: int) -> Tensor:
         channels = self.weight.numel()
@@ -222,8 +247,9 @@ class RMSNormHandler(LayerNormHandler):
     module: nn.RMSNorm  # type: ignore[assignment]
     roles: ClassVar[tuple[str, ...]] = ("weight",)
 
-    def normalised(self, inputs: Tensor) -> Tensor:
-        return F.rms_norm(inputs, list(self.module.normalized_shape), eps=self.module.eps)
+    def normaliser(self) -> Callable[[Tensor], Tensor]:
+        norm = self.module
+        return lambda inputs: F.rms_norm(inputs, list(norm.normalized_shape), eps=norm.eps)
 
 
 def mixes_examples(model: nn.Module) -> bool:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfc.checks import moved
+
 # Under which name a parameter's average is kept in the optimizer's state.
 KEY = "average"
 
@@ -28,13 +30,26 @@ def start_averages(parameters: Iterable[nn.Parameter], state: State) -> None:
             state[parameter][KEY] = parameter.detach().to(wide, copy=True)
 
 
-def update_averages(parameters: Iterable[nn.Parameter], state: State, timescale: float) -> None:
-    """average ← ζ average + (1 - ζ) θ with ζ = exp(-1/τ), τ in updates."""
+def update_averages(
+    parameters: Iterable[nn.Parameter], state: State, timescale: float, bad: Tensor | None
+) -> None:
+    """average ← ζ average + (1 - ζ) θ with ζ = exp(-1/τ), τ in updates.
+
+    Args:
+        bad: if only the device knows, whether there was no update, so that averages stay.
+    """
     parameters = list(parameters)
     averages = [state[parameter][KEY] for parameter in parameters]
     current = [p.detach().to(a.dtype) for p, a in zip(parameters, averages, strict=True)]
-    if averages:
-        torch._foreach_lerp_(averages, current, -math.expm1(-1 / timescale))
+    weight = -math.expm1(-1 / timescale)
+    if averages and bad is None:
+        torch._foreach_lerp_(averages, current, weight)
+    elif averages and bad is not None:
+        weights = [
+            torch.where(moved(bad, a.device), a.new_zeros(()), a.new_full((), weight))
+            for a in averages
+        ]
+        torch._foreach_lerp_(averages, current, weights)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from kfc.checks import raise_differences, require_keys, require_number
+from kfc.checks import moved, raise_differences, require_keys, require_number
 from kfc.kronecker import Factors
 from kfc.optimizers.averaging import has_average, swapped_in
 from kfc.optimizers.groups import HYPER_PARAMETERS
@@ -124,7 +124,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             gradients = self.preconditioner.gradients()
             for _, _, names in self._by_group(gradients):
                 values = [gradients[name] for name in names]
-                torch._foreach_div_(values, scale.to(values[0].device, non_blocking=True))
+                torch._foreach_div_(values, moved(scale, values[0].device))
             return scale, overflowed > 0
         if self.preconditioner.gathering.fisher == "empirical":
             raise RuntimeError(

@@ -13,10 +13,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kfc.checks import require_keys
+from kfc.checks import moved, require_keys
 
 # ν is taken to be below MARGIN times what the largest recent ratio predicts.
 MARGIN = 2.0
@@ -75,12 +74,10 @@ class FisherClip:
             estimate: vᵀ F̂ v of the update.
             norm: ν.
         """
-        guards = torch.as_tensor(self._guards)
-        values = [v.to(norm.device, torch.float64) for v in (estimate, norm, guards)]
-        predicted, exact, seen = torch.stack(values).tolist()
+        exact = norm.item()
         if not math.isfinite(exact):
             return None
-        self._learn(predicted, exact, int(seen))
+        self._learn(estimate.item(), exact, self.guards)
         self._factor = (self.limit / exact) ** 0.5 if exact > self.limit else 1.0
         return self._factor
 
@@ -90,12 +87,13 @@ class FisherClip:
         if self.period is not None:
             self._factor = 1.0
             return 1.0
-        largest = MARGIN * max(self._ratios) * estimate
+        # Of a gradient that the curvature does not see, rounding may leave less than nothing.
+        largest = MARGIN * max(self._ratios) * estimate.clamp_min(0)
         factor = (self.limit / largest).clamp(max=1).sqrt()
         guarded = (factor < 1).long()
         before = self._guards
         if isinstance(before, Tensor):
-            before = before.to(guarded.device, non_blocking=True)
+            before = moved(before, guarded.device)
         self._guards = guarded + before
         self._factor = factor
         return factor
@@ -106,7 +104,7 @@ class FisherClip:
         guarded = guards > self._guards_seen
         calm = MARGIN * norm < self.limit and norm < MARGIN * expected and not guarded
         self._gap = min(2 * self._gap, LONGEST_GAP) if calm else 1
-        if estimate > 0:
+        if 0 < estimate < math.inf:
             self._ratios.append(norm / estimate)
         self.norm = norm
         self.evaluations += 1

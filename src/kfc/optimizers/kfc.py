@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from kfc.capture import ModelCall
-from kfc.checks import require_keys, require_number
+from kfc.checks import moved, require_keys, require_number
 from kfc.fisher import ForwardModeError, Output, quadratic_form_of_call
 from kfc.gathering import FisherKind
 from kfc.layers import mixes_examples
@@ -152,7 +153,8 @@ class KFC(CurvatureOptimizer):
     def _update(self, loss_scale: float | Tensor, overflow: Tensor | None) -> None:
         curvature = self.preconditioner
         gradients = curvature.gradients()
-        if curvature.steps > 0 and self._clip and curvature.gathering.last_call is None:
+        known = curvature.steps > 0 or any(curvature.curvature.running())
+        if known and self._clip and curvature.gathering.last_call is None:
             raise RuntimeError(
                 "step() without a forward pass in training mode since the last one: the clip "
                 "needs the batch; run the model first, or set fisher_clip=None"
@@ -163,19 +165,20 @@ class KFC(CurvatureOptimizer):
         products = curvature.precondition(update)
         self._times_rate(update)
         if not self._shorten(update, products):
-            curvature.skip_step()
+            curvature.skip_step(quietly=overflow is not None and bool(overflow))
             return
         with curvature.timed("update"):
             self._move(update, curvature.in_doubt)
         curvature.end_step()
 
     def _with_weight_decay(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """∇h: the gradient of the loss plus λθ, in new tensors."""
+        """∇h: the gradient of the loss plus λθ, in new tensors, of float32 at least."""
         result: dict[str, Tensor] = {}
         for group, parameters, names in self._by_group(gradients):
-            values = [gradients[name] for name in names]
+            values = [_wide(gradients[name]) for name in names]
             if group["weight_decay"]:
-                new = torch._foreach_add(values, parameters, alpha=float(group["weight_decay"]))
+                wide = [_wide(parameter) for parameter in parameters]
+                new = torch._foreach_add(values, wide, alpha=float(group["weight_decay"]))
             else:
                 new = torch._foreach_mul(values, 1.0)
             result.update(zip(names, new, strict=True))
@@ -197,7 +200,7 @@ class KFC(CurvatureOptimizer):
             start_averages(averaged, self.state)
         for group, parameters, names in self._by_group(update):
             steps = [update[name] for name in names]
-            bad = None if in_doubt is None else in_doubt.to(steps[0].device, non_blocking=True)
+            bad = None if in_doubt is None else moved(in_doubt, steps[0].device)
             if bad is not None:
                 for step in steps:
                     step.masked_fill_(bad, 0)
@@ -205,7 +208,7 @@ class KFC(CurvatureOptimizer):
                 steps = self._with_momentum(parameters, steps, group["momentum"], bad)
             torch._foreach_add_(parameters, steps)
         if self.averaging_timescale is not None:
-            update_averages(averaged, self.state, self.averaging_timescale)
+            update_averages(averaged, self.state, self.averaging_timescale, in_doubt)
 
     def _with_momentum(
         self, parameters: list[Tensor], update: list[Tensor], momentum: float, bad: Tensor | None
@@ -220,10 +223,12 @@ class KFC(CurvatureOptimizer):
             torch._foreach_add_(buffers, update)
             return buffers
         # v is zero if the step is bad: m must then stay, and the parameters too.
-        torch._foreach_mul_(buffers, torch.where(bad, 1.0, momentum))
+        wide = reduce(torch.promote_types, (b.dtype for b in buffers), torch.float32)
+        one = torch.ones((), dtype=wide, device=bad.device)
+        torch._foreach_mul_(buffers, torch.where(bad, one, momentum * one))
         torch._foreach_add_(buffers, update)
         torch._foreach_copy_(update, buffers)
-        torch._foreach_mul_(update, torch.where(bad, 0.0, 1.0))
+        torch._foreach_mul_(update, torch.where(bad, 0 * one, one))
         return update
 
     # Clipping
@@ -239,7 +244,8 @@ class KFC(CurvatureOptimizer):
                 factor = self._clip.shorten(estimate, self._fisher_norm(update))
         else:
             factor = self._clip.guard(estimate)
-            self.preconditioner.doubt(~torch.isfinite(estimate))
+            if isinstance(factor, Tensor):
+                self.preconditioner.doubt(~torch.isfinite(estimate))
         if factor is None:
             return False
         if isinstance(factor, Tensor) or factor < 1:
@@ -253,13 +259,14 @@ class KFC(CurvatureOptimizer):
             for group, _, names in self._by_group(products)
             for name in names
         ]
-        return torch.stack([part.to(parts[0], non_blocking=True) for part in parts]).sum()
+        wide, home = reduce(torch.promote_types, (p.dtype for p in parts)), parts[0].device
+        return torch.stack([moved(part, home).to(wide) for part in parts]).sum()
 
     def _scale(self, update: Mapping[str, Tensor], factor: float | Tensor) -> None:
         for _, _, names in self._by_group(update):
             values = [update[name] for name in names]
             if isinstance(factor, Tensor):
-                factor = factor.to(values[0].device, non_blocking=True)
+                factor = moved(factor, values[0].device)
             torch._foreach_mul_(values, factor)
 
     def _fisher_norm(self, update: Mapping[str, Tensor]) -> Tensor:
@@ -327,6 +334,11 @@ class KFC(CurvatureOptimizer):
         super().load_state_dict(state_dict)
         if self._clip is not None and state_dict["clip"] is not None:
             self._clip.load_state_dict(state_dict["clip"])
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A natural gradient may leave half precision's range before the learning rate is applied."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def first_examples(call: ModelCall, examples: int, count: int) -> ModelCall:
