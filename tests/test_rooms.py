@@ -79,7 +79,7 @@ def test_stretch_starts_at_one_and_ends_at_its_limit():
     stretch = kfc.Stretch(10)
     due = [k for k in range(1, 1001) if k == 1 or k % stretch.at(k) == 0]
     gaps = [b - a for a, b in pairwise(due)]
-    assert due[:29] == list(range(1, 30))
+    assert due[:23] == list(range(1, 24))
     assert max(gaps) == 10
-    assert all(gap <= max(1, k / 15) for k, gap in zip(due[1:], gaps, strict=True) if k > 30)
+    assert all(gap <= max(1, k / 12) for k, gap in zip(due[1:], gaps, strict=True) if k > 24)
     assert gaps[-5:] == [10] * 5

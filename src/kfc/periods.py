@@ -17,7 +17,7 @@ class Stretch:
     """
 
     limit: int
-    pace: int = 15
+    pace: int = 12
 
     def __post_init__(self) -> None:
         for name, value in (("limit", self.limit), ("pace", self.pace)):
