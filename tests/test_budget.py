@@ -157,7 +157,13 @@ def test_a_resumed_run_keeps_its_periods(after):
     another = kfc.KFC(model, overhead=0.2, fisher_clip=None)
     another.load_state_dict(state)
     assert another.diagnostics["periods"]["statistics"] == 1
-    for key, value in (("chosen", [0, 3]), ("chosen", None), ("seconds", None)):
+    for key, value in (
+        ("chosen", [0, 3]),
+        ("chosen", None),
+        ("chosen", [3]),
+        ("seconds", None),
+        ("samples", {"lunch": []}),
+    ):
         broken = copy.deepcopy(optimizer.state_dict())
         broken["preconditioner"]["budget"][key] = value
         if after > MEASURED_STEPS:

@@ -167,6 +167,12 @@ class Budget:
             require_whole("the budget state's period", period)
         if (state["chosen"] is None) != (state["seconds"] is None):
             raise ValueError("the budget state has a choice without its reason, or the reverse")
+        for name, parts in (("chosen", 2), ("seconds", len(Seconds._fields))):
+            if state[name] is not None and len(state[name]) != parts:
+                raise ValueError(f"the budget state's {name} must have {parts} parts")
+        samples = state["samples"]
+        if not isinstance(samples, Mapping) or not set(samples) <= set(Seconds._fields):
+            raise ValueError(f"the budget state's samples cannot be {samples!r}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the choice made for the same budget; for another, measure anew."""
