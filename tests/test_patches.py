@@ -100,6 +100,27 @@ def test_moments_by_correlation_are_the_patches_moments(case):
     assert torch.equal(moment, moment.mT)
 
 
+@settings(max_examples=200)
+@given(convolutions(), st.booleans())
+def test_second_moment_of_every_convolution_in_float32(case, by_correlation):
+    module, wide = case
+    window = kfc.layers.ConvolutionHandler(module).window()
+    inputs = wide.float()
+    if by_correlation:
+        moment, trusted = moment_by_correlation(inputs, window)
+        assume(trusted)
+    else:
+        moment = sum(
+            row_moment(rows, homogeneous=False, diagonal=False)
+            for rows in patch_chunks(inputs, window)
+        )
+    rows = receptive_rows(module, inputs.double())
+    if module.bias is not None:
+        rows = rows[:, :, 1:]
+    expected = rows.mT @ rows
+    assert (moment - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 # (channels, size, kernel, stride, padding, groups): a few that real networks have.
 USUAL = [
     (3, 32, 5, 1, 2, 1),
