@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from datetime import date
 from importlib import metadata
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 
 def processor() -> str:
@@ -41,6 +43,18 @@ def machine(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most that torch's CPU allocator holds at a time of what the run allocates."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run()
+    held = peak = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
 
 
 def wait_for(device: torch.device) -> None:

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from time import perf_counter
 
 import torch
-from machine import wait_for
+from machine import peak_bytes, wait_for
 from methods import METHODS, PLAIN, Method, Step
 from networks import NETWORKS
-from torch.profiler import ProfilerActivity, profile
 
 # SGD steps that warm the process up, and that the first step is compared with.
 WARM_UP = 6
@@ -25,14 +24,7 @@ def peak_mebibytes(run: Callable[[], None], device: torch.device) -> float:
         torch.cuda.reset_peak_memory_stats(device)
         run()
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        run()
-    held = peak = 0
-    for event in record.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak / 2**20
+    return peak_bytes(run) / 2**20
 
 
 def main() -> None:

@@ -7,11 +7,11 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from machine import peak_bytes
 from torch import nn
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.optim import lr_scheduler
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kfc
@@ -736,18 +736,6 @@ class Looks(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += function in self.WAITS
         return function(*args, **(kwargs or {}))
-
-
-def peak_bytes(function) -> int:
-    """The most that a call holds at a time, as the allocator sees it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        function()
-    held = peak = 0
-    for event in record.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
 
 
 @pytest.mark.parametrize("scaled", [False, True])

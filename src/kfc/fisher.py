@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from kfc.capture import ModelCall, suspended
 from kfc.likelihoods import Likelihood, resolve_likelihood
 
 Output = Callable[[Any], Tensor]
+P = ParamSpec("P")
+T = TypeVar("T")
 Vector = TypeVar("Vector", Mapping[str, Tensor], Sequence[Tensor])
 
 
@@ -109,6 +112,23 @@ def quadratic_form_of_call(
         return (likelihood.fisher_product(outputs, change) * change).sum()
 
 
+def _with_decompositions_if_needed(run: Callable[P, T]) -> Callable[P, T]:
+    """Try again with them if an operation turns out to lack a forward mode of its own."""
+
+    @wraps(run)
+    def attempt(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return run(*args, **kwargs)
+        except ForwardModeError:
+            if _decompositions_are_loaded():
+                raise
+            _load_decompositions()
+        return run(*args, **kwargs)
+
+    return attempt
+
+
+@_with_decompositions_if_needed
 def _dual_run(
     model: nn.Module,
     call: ModelCall,
@@ -117,21 +137,6 @@ def _dual_run(
     output: Output | None,
 ) -> tuple[Tensor, Tensor]:
     """Run the model on dual parameters: the outputs, and how they change along the tangents."""
-    if not _decompositions_are_loaded():
-        try:
-            return _try_dual_run(model, call, tangents, leaves, output)
-        except ForwardModeError:
-            _load_decompositions()
-    return _try_dual_run(model, call, tangents, leaves, output)
-
-
-def _try_dual_run(
-    model: nn.Module,
-    call: ModelCall,
-    tangents: Mapping[str, Tensor],
-    leaves: Mapping[str, Tensor],
-    output: Output | None,
-) -> tuple[Tensor, Tensor]:
     state: dict[str, Tensor] = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with ExitStack() as stack:
         stack.enter_context(suspended())
