@@ -20,10 +20,10 @@ from methods import LR, sgd
 from networks import NETWORKS
 
 import kfc
-from kfc.capture import Session
 from kfc.curvature import Curvature
 from kfc.layers import factored
 from kfc.preconditioner import Preconditioner
+from kfc.session import Session
 
 WARM_UP = 3
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import kfc
-from kfc.capture import Session
+from kfc.session import Session
 
 
 def net(inplace: bool = False) -> nn.Sequential:

@@ -23,6 +23,7 @@ ROOMS = [
     "patches",
     "kronecker",
     "layers",
+    "session",
     "capture",
     "fisher",
     "curvature",

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from kfc.budget import now
-from kfc.capture import ModelCall, Session, without_autocast
+from kfc.capture import ModelCall
 from kfc.curvature import Curvature
 from kfc.fisher import Output, select_output
 from kfc.generator import OwnGenerator
 from kfc.layers import mixes_examples
 from kfc.likelihoods import Likelihood
+from kfc.session import Session, without_autocast
 
 FisherKind = Literal["sampled", "exact", "empirical"]
 FISHER_KINDS = ("sampled", "exact", "empirical")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kfc.budget import Budget, now
-from kfc.capture import Capture, without_autocast
+from kfc.capture import Capture
 from kfc.checks import (
     all_finite,
     largest_entries,
@@ -29,6 +29,7 @@ from kfc.layers import KroneckerHandler, NormalisationHandler, plan_layers
 from kfc.layers.base import DEFAULT_MAX_FACTOR_SIZE
 from kfc.likelihoods import Likelihood, resolve_likelihood
 from kfc.periods import Period, Stretch, is_due, require_period
+from kfc.session import without_autocast
 from kfc.skipping import SkippedSteps
 
 InverseKind = Literal["factored", "eigen"]
