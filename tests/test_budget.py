@@ -173,11 +173,21 @@ def test_a_resumed_run_keeps_its_periods(after):
 
 def test_a_budget_on_a_real_clock():
     model = network()
-    optimizer = kfc.KFC(model, overhead=1.0)
+    optimizer = kfc.KFC(model, overhead=1000.0)
     train(model, optimizer, MEASURED_STEPS + 2)
     found = optimizer.diagnostics["periods"]
     assert all(seconds > 0 for seconds in found["measured_seconds"].values())
     assert 1 <= found["statistics"] <= found["inverse"] <= LONGEST_PERIOD
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_budget_that_cannot_be_kept_says_so():
+    model = network()
+    optimizer = kfc.KFC(model, overhead=1e-3, fisher_clip=None)
+    train(model, optimizer, MEASURED_STEPS - 1)
+    with pytest.warns(UserWarning, match="an overhead of 0.001 cannot be kept"):
+        train(model, optimizer, 1)
+    assert optimizer.diagnostics["periods"]["statistics"] == LONGEST_PERIOD
 
 
 @pytest.mark.parametrize("overhead", [0, -1, float("nan"), "much"])

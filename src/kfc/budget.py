@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -140,6 +141,13 @@ class Budget:
         )
         self.chosen = (longest(pair[0]), longest(pair[1]))
         self.samples = {}
+        expected = self.seconds.overhead(*pair)
+        if expected > self.overhead * (1 + 1e-6):
+            warnings.warn(
+                f"an overhead of {self.overhead:g} cannot be kept: {expected:.2f} is expected with "
+                f"the periods {self.chosen}. Steps this short need a larger batch or budget",
+                stacklevel=2,
+            )
 
     def summary(self) -> dict[str, Any]:
         """For ``diagnostics``."""
