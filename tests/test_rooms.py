@@ -34,6 +34,7 @@ ROOMS = [
     "experiments",
     "report",
     "cli",
+    "__main__",
 ]
 
 

@@ -32,6 +32,7 @@ class Gathering:
         last_call, last_examples: the last forward pass in training mode since the last step.
         spent: seconds of gathering since the last step.
         seconds: what the last gathering took, over all micro-batches of its step.
+        total_seconds: what all of them took.
         clock_device: the device to wait for when looking at the clock, while parts are measured.
         started: when the first forward pass since the last step began.
     """
@@ -56,6 +57,7 @@ class Gathering:
         self.last_examples = 0
         self.spent = 0.0
         self.seconds = 0.0
+        self.total_seconds = 0.0
         self.clock_device: torch.device | None = None
         self.started: float | None = None
         self._open_sessions: list[tuple[Session, Tensor]] = []
@@ -130,6 +132,7 @@ class Gathering:
             self.curvature.scale_pending(self.likelihood.growth(1, self._pending_examples))
         self._pending_examples = 0
         self.seconds = self.spent or self.seconds
+        self.total_seconds += self.spent
 
     def _close_sessions(self, loss_scale: float | Tensor) -> None:
         """Empirical Fisher: the user's backward has been through these sessions.

@@ -129,6 +129,7 @@ class Preconditioner:
         self._quietly: Tensor | None = None
         self._measured: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
+        self.total_seconds: dict[str, float] = {}
         # How many exact Fisher norms an optimizer expects to take per step.
         self.norm_rate = 0.0
         self._set_periods()
@@ -232,7 +233,10 @@ class Preconditioner:
 
     @property
     def diagnostics(self) -> dict[str, Any]:
-        """Counters, seconds by part (of the last time it was done) and numbers for every layer."""
+        """Counters, seconds by part and numbers for every layer.
+
+        ``seconds`` are of the last time a part was done, ``total_seconds`` since this was made.
+        """
         layers = {
             name: {
                 **self.plan.handlers[name].summary(running),
@@ -244,6 +248,7 @@ class Preconditioner:
             "step": self.steps,
             "skipped_steps": self.skipped_steps.count(),
             "seconds": {"statistics": self.gathering.seconds, **self.seconds},
+            "total_seconds": {"statistics": self.gathering.total_seconds, **self.total_seconds},
             "periods": self._describe_periods(),
             "layers": layers,
         }
@@ -372,7 +377,9 @@ class Preconditioner:
         """Keep the seconds that a part of the step took, as the host sees them."""
         start = now(self.gathering.clock_device)
         yield
-        self.seconds[part] = now(self.gathering.clock_device) - start
+        elapsed = now(self.gathering.clock_device) - start
+        self.seconds[part] = elapsed
+        self.total_seconds[part] = self.total_seconds.get(part, 0.0) + elapsed
 
     def _note_plain_seconds(self) -> None:
         """At the beginning of a measured step: what the user's own part of it took."""

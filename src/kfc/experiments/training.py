@@ -1,89 +1,438 @@
-"""The training loop, and what it records."""
+"""The training loop: one run, in slices, from which it can go on after any interruption."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfc.experiments.data import Dataset
+from kfc.budget import now
+from kfc.experiments.averages import Averages
+from kfc.experiments.config import PAPER, ConfigError, RunConfig
+from kfc.experiments.data import Batches, Dataset, Inputs, Split
+from kfc.experiments.diagnosis import diagnose
+from kfc.experiments.evaluation import Examples, channels_last, evaluate
+from kfc.experiments.networks import NETWORKS, build
+from kfc.experiments.optimizers import Wishes, make_optimizer
+from kfc.experiments.runs import RunError, RunFolder
+from kfc.optimizers.base import CurvatureOptimizer
 
-EVALUATION_BATCH = 1000
+Row = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Where a run stands after some epochs; seconds are of training alone, errors in percent."""
-
-    epoch: int
-    updates: int
-    seconds: float
-    train_loss: float
-    train_error: float
-    test_loss: float
-    test_error: float
+PAPER_AVERAGING_EXAMPLES = 50_000
 
 
-@dataclass
-class Run:
-    """One optimizer's way through the data."""
+class Parts:
+    """What a run works with, made from its config alone.
 
-    name: str
-    settings: str
-    evaluations: list[Evaluation] = field(default_factory=list)
+    Raises:
+        ConfigError, DataError, NetworkError: before anything is written.
+    """
+
+    def __init__(self, config: RunConfig, data: Dataset) -> None:
+        self.device = _device(config.device)
+        self.inputs = getattr(Inputs, config.inputs)(data.train)
+        image = data.train.images.shape[1:]
+        model = build(
+            config.net, image=image, classes=data.classes, init=config.init, seed=config.seed
+        )
+        # nn.Module.to has no overload for a memory format alone.
+        self.model: nn.Module = model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.model.train()
+        try:
+            self.batches = Batches(
+                data.train,
+                self.inputs,
+                config.batch_size,
+                config.seed,
+                workers=config.workers,
+                examples=config.train_examples,
+            )
+            wishes = Wishes(config.lr, weight_costs(config, model), config.options, config.seed)
+            self.optimizer = make_optimizer(config.optimizer, self.model, wishes)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(str(error)) from error
+        epoch = len(self.batches) * config.batch_size
+        averaged = config.averaging_examples or min(epoch, PAPER_AVERAGING_EXAMPLES)
+        self.averages = Averages(self.model, averaged / config.batch_size)
+        used = config.train_examples, config.evaluation_examples
+        self.train = self._examples(data.train, *used)
+        self.test = self._examples(data.test, config.evaluation_examples)
+
+    def _examples(self, split: Split, *limits: int | None) -> Examples:
+        """The first of a split, as many as the limits allow."""
+        count = min([len(split.labels), *(limit for limit in limits if limit is not None)])
+        return Examples(split, self.inputs, count, self.device)
 
 
-def train(
-    run: Run,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    data: Dataset,
-    *,
-    epochs: int,
-    batch_size: int,
-    seed: int,
-    on_epoch: Callable[[Evaluation], None],
-) -> None:
-    """Train by cross-entropy; evaluate before the first and after every epoch.
+def weight_costs(config: RunConfig, model: nn.Module) -> dict[str, float]:
+    """λ by parameter name; biases and scales have none."""
+    if config.weight_decay == PAPER:
+        return dict(NETWORKS[config.net].weight_costs)
+    cost = float(config.weight_decay)
+    weights = [n for n, p in model.named_parameters() if p.dim() > 1]
+    return dict.fromkeys(weights, cost) if cost else {}
+
+
+class Trainer:
+    """One run. ``advance`` takes it further; whatever kills the process, ``resume`` goes on.
 
     Args:
-        seed: of the order of examples, so that every optimizer sees the same one.
+        parts: made from the folder's config.
+        on_row: called with every row of metrics as it is written.
+
+    Attributes:
+        update: how many were made.
+        seconds: of training, without evaluations and checkpoints.
+        end: why the run is over, or ``None``.
     """
-    order = torch.Generator().manual_seed(seed)
-    updates, seconds = 0, 0.0
-    for epoch in range(epochs + 1):
-        if epoch:
-            start = perf_counter()
-            for batch in torch.randperm(len(data.train_labels), generator=order).split(batch_size):
-                optimizer.zero_grad()
-                outputs = model(data.train_images[batch])
-                F.cross_entropy(outputs, data.train_labels[batch]).backward()
-                optimizer.step()
-                updates += 1
-            seconds += perf_counter() - start
-        train_loss, train_error = evaluate(model, data.train_images, data.train_labels)
-        test_loss, test_error = evaluate(model, data.test_images, data.test_labels)
-        run.evaluations.append(
-            Evaluation(epoch, updates, seconds, train_loss, train_error, test_loss, test_error)
+
+    def __init__(
+        self, parts: Parts, folder: RunFolder, on_row: Callable[[Row], None] = lambda row: None
+    ) -> None:
+        self.parts = parts
+        self.folder = folder
+        self.update = 0
+        self.seconds = 0.0
+        self.end: Row | None = None
+        self.last_evaluation: Row = {}
+        self._on_row = on_row
+        self._random = _random_state(parts.device, folder.config.seed)
+        self._stream: Iterator[tuple[Tensor, Tensor]] | None = None
+        self._costs = _Costs(parts.optimizer)
+        self._saved_at = 0.0
+        self._loss = self._images = torch.zeros(())
+        self._last_log = (0, 0.0)
+
+    # Beginning and going on
+
+    @classmethod
+    def start(
+        cls,
+        path: Path,
+        config: RunConfig,
+        data: Dataset,
+        *,
+        name: str,
+        on_row: Callable[[Row], None] = lambda row: None,
+    ) -> Trainer:
+        """A new run in a new folder."""
+        parts = Parts(config, data)
+        trainer = cls(parts, RunFolder.create(path, config, data.digest, name), on_row)
+        trainer._begin()
+        return trainer
+
+    @classmethod
+    def resume(
+        cls,
+        folder: RunFolder,
+        data: Dataset,
+        *,
+        on_row: Callable[[Row], None] = lambda row: None,
+    ) -> Trainer:
+        """Go on from a folder's last checkpoint, or from the beginning if there is none."""
+        if data.digest != folder.data_digest:
+            raise RunError(
+                f"{folder.path} was trained on other data: its {folder.config.data} has digest "
+                f"{folder.data_digest}, the one here {data.digest}"
+            )
+        trainer = cls(Parts(folder.config, data), folder, on_row)
+        state = folder.load()
+        if state is None:
+            trainer._begin()
+        else:
+            trainer._restore(state)
+        return trainer
+
+    def _begin(self) -> None:
+        with self._at_work():
+            self._evaluate()
+
+    def close(self) -> None:
+        self._stream = None
+        self.folder.close()
+
+    # The way
+
+    @property
+    def epoch(self) -> float:
+        return self.update / len(self.parts.batches)
+
+    def advance(
+        self, seconds: float = math.inf, interrupted: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Train for so many seconds, or to the end; whether there is more to do."""
+        until = self.seconds + seconds
+        with self._at_work():
+            while self.end is None and self.seconds < until and not interrupted():
+                self._train_once()
+                self._look_after()
+        return self.end is None
+
+    def _train_once(self) -> None:
+        """One update."""
+        parts, costs = self.parts, self._costs
+        with costs.measured("data"):
+            images, labels = self._next_batch()
+        with costs.measured("optimizer"):
+            parts.optimizer.zero_grad()
+        with costs.measured("forward"):
+            loss = F.cross_entropy(parts.model(images), labels)
+        with costs.measured("backward"):
+            loss.backward()
+        self.update += 1
+        with costs.measured("optimizer"):
+            parts.optimizer.step()
+            parts.averages.update(self.update)
+            if self._is_due(self.folder.config.log_period):
+                now(parts.device)  # what the device still has to do belongs to these updates
+        self._loss, self._images = loss.detach(), images
+        self.seconds = costs.training_seconds
+
+    def _next_batch(self) -> tuple[Tensor, Tensor]:
+        epoch, position = divmod(self.update, len(self.parts.batches))
+        if self._stream is None or position == 0:
+            self._stream = self.parts.batches.epoch(epoch, position)
+        images, labels = next(self._stream)
+        device = self.parts.device
+        return channels_last(images.to(device)), labels.to(device)
+
+    def _look_after(self) -> None:
+        """After an update: what is due of logs, evaluations, checkpoints, and the end."""
+        reason = self._reached_limit()
+        logs, evaluates = self._is_due(self.folder.config.log_period), self._evaluation_is_due()
+        saves = self._checkpoint_is_due()
+        # Reading the loss makes the host wait, so not at every update.
+        if (logs or evaluates or saves or reason) and not math.isfinite(self._loss.item()):
+            self._end("diverged", self._diagnosis())
+            return
+        if logs:
+            self._log()
+        if evaluates or reason:
+            self._evaluate()
+        if evaluates or reason or saves:
+            self.save()
+        if reason:
+            self._end(reason)
+
+    def _is_due(self, period: int) -> bool:
+        return self.update % period == 0
+
+    def _evaluation_is_due(self) -> bool:
+        period = self.folder.config.evaluation_period * len(self.parts.batches)
+        return self._is_due(max(1, round(period)))
+
+    def _checkpoint_is_due(self) -> bool:
+        return self.seconds - self._saved_at >= self.folder.config.checkpoint_seconds
+
+    def _reached_limit(self) -> str | None:
+        config = self.folder.config
+        reached = {
+            "epochs": config.epochs is not None and self.epoch >= config.epochs,
+            "updates": config.updates is not None and self.update >= config.updates,
+            "time": config.seconds is not None and self.seconds >= config.seconds,
+        }
+        return next((reason for reason, is_so in reached.items() if is_so), None)
+
+    def finish(self, reason: str) -> None:
+        """End the run before its limits, with what it has."""
+        if self.end is None:
+            self.evaluate_now()
+            self.save()
+            self._end(reason)
+
+    def evaluate_now(self) -> Row:
+        """The row of an evaluation at this update."""
+        if self.last_evaluation.get("update") != self.update:
+            with self._at_work():
+                self._evaluate()
+        return self.last_evaluation
+
+    # Records
+
+    def _evaluate(self) -> None:
+        """Errors of the parameters and of their averages, on both splits."""
+        parts, measures = self.parts, {}
+        for kind, examples in (("train", parts.train), ("test", parts.test)):
+            measures[f"{kind}_loss"], measures[f"{kind}_error"] = evaluate(parts.model, examples)
+            with parts.averages.swapped_in():
+                loss, error = evaluate(parts.model, examples)
+            measures[f"averaged_{kind}_loss"], measures[f"averaged_{kind}_error"] = loss, error
+        row = {
+            **self._position("evaluation"),
+            **measures,
+            "step_seconds": self._costs.means_since_last_time(),
+            "diagnostics": _diagnostics(parts.optimizer),
+        }
+        self.last_evaluation = row
+        self._write(row)
+
+    def _log(self) -> None:
+        update, seconds = self._last_log
+        examples = (self.update - update) * self.folder.config.batch_size
+        row = {
+            **self._position("progress"),
+            "loss": self._loss.item(),
+            "images_per_second": examples / max(self.seconds - seconds, 1e-9),
+        }
+        if isinstance(self.parts.optimizer, CurvatureOptimizer):
+            row.update(self.parts.optimizer.step_diagnostics)
+        self._last_log = self.update, self.seconds
+        self._write(row)
+
+    def _position(self, kind: str) -> Row:
+        return {
+            "kind": kind,
+            "update": self.update,
+            "epoch": self.epoch,
+            "seconds": self.seconds,
+        }
+
+    def _end(self, reason: str, message: str = "") -> None:
+        self.end = {**self._position("end"), "reason": reason, "message": message}
+        self._write(self.end)
+
+    def _write(self, row: Row) -> None:
+        self.folder.write(row)
+        self._on_row(row)
+
+    def _diagnosis(self) -> str:
+        config = self.folder.config
+        return diagnose(
+            self.parts.model,
+            self._images,
+            update=self.update,
+            optimizer=config.optimizer,
+            lr=config.lr,
+            diagnostics=_diagnostics(self.parts.optimizer),
         )
-        on_epoch(run.evaluations[-1])
+
+    # Checkpoints
+
+    def save(self) -> None:
+        """Replace the folder's checkpoint by this moment."""
+        self._saved_at = self.seconds
+        self.folder.save(
+            {
+                "update": self.update,
+                "seconds": self.seconds,
+                "last_log": list(self._last_log),
+                "last_evaluation": _of_numbers(self.last_evaluation),
+                "model": self.parts.model.state_dict(),
+                "optimizer": self.parts.optimizer.state_dict(),
+                "averages": self.parts.averages.state_dict(),
+                "random": self._random,
+            }
+        )
+
+    def _restore(self, state: Row) -> None:
+        try:
+            self.parts.model.load_state_dict(state["model"])
+            self.parts.optimizer.load_state_dict(state["optimizer"])
+            self.parts.averages.load_state_dict(state["averages"])
+            self._random = state["random"]
+            self.update, self.seconds = state["update"], state["seconds"]
+            self._last_log = tuple(state["last_log"])
+            self.last_evaluation = state["last_evaluation"]
+        except (KeyError, ValueError, RuntimeError, TypeError) as error:
+            raise RunError(
+                f"the checkpoint in {self.folder.path} is not of this run: {error}"
+            ) from error
+        self._saved_at = self.seconds
+        self._costs.training_seconds = self.seconds
+        if reason := self._reached_limit():
+            self._end(reason)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """With the run's own threads and random state, whatever ran in between."""
+        torch.set_num_threads(self.folder.config.threads)
+        device = self.parts.device
+        others = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices=others, device_type=device.type if others else "cuda"):
+            _set_random_state(self._random, device)
+            try:
+                yield
+            finally:
+                self._random = _get_random_state(device)
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Mean cross-entropy, and the percentage of wrong answers; in evaluation mode."""
-    was_training = model.training
-    model.eval()
-    loss, wrong = 0.0, 0
-    for some, targets in zip(
-        images.split(EVALUATION_BATCH), labels.split(EVALUATION_BATCH), strict=True
-    ):
-        outputs = model(some)
-        loss += F.cross_entropy(outputs, targets, reduction="sum").item()
-        wrong += int((outputs.argmax(dim=1) != targets).sum())
-    model.train(was_training)
-    return loss / len(labels), 100 * wrong / len(labels)
+class _Costs:
+    """Where the time of updates goes, as the host sees it."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.training_seconds = 0.0
+        self._optimizer = optimizer
+        self._sums: dict[str, float] = {}
+        self._updates = 0
+        self._curvature_before: dict[str, float] = {}
+
+    @contextmanager
+    def measured(self, part: str) -> Iterator[None]:
+        start = perf_counter()
+        yield
+        elapsed = perf_counter() - start
+        self.training_seconds += elapsed
+        self._sums[part] = self._sums.get(part, 0.0) + elapsed
+        self._updates += part == "forward"
+
+    def means_since_last_time(self) -> dict[str, float]:
+        """Seconds per update by part; what KFC spends inside forward and step() is taken out."""
+        if not self._updates:
+            return {}
+        sums, count = self._sums, self._updates
+        self._sums, self._updates = {}, 0
+        if isinstance(self._optimizer, CurvatureOptimizer):
+            totals = dict(self._optimizer.diagnostics["total_seconds"])
+            ours = {k: v - self._curvature_before.get(k, 0.0) for k, v in totals.items()}
+            self._curvature_before = totals
+            sums["forward"] -= ours["statistics"]
+            sums["optimizer"] -= sum(v for part, v in ours.items() if part != "statistics")
+            sums.update(ours)
+        return {part: value / count for part, value in sums.items()}
+
+
+def _diagnostics(optimizer: Any) -> Row:
+    if not isinstance(optimizer, CurvatureOptimizer):
+        return {}
+    timing = ("seconds", "total_seconds")
+    return {key: value for key, value in optimizer.diagnostics.items() if key not in timing}
+
+
+def _of_numbers(row: Row) -> Row:
+    return {key: value for key, value in row.items() if isinstance(value, (int, float))}
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(name)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device: there is no {name} here ({error})") from error
+    return device
+
+
+def _random_state(device: torch.device, seed: int) -> list[Tensor]:
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+        torch.manual_seed(seed)
+        return _get_random_state(device)
+
+
+def _get_random_state(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def _set_random_state(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)

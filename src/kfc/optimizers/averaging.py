@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kfc.checks import moved
 
@@ -22,7 +22,7 @@ def has_average(parameter: Tensor, state: State) -> bool:
     return KEY in state.get(parameter, {})
 
 
-def start_averages(parameters: Iterable[nn.Parameter], state: State) -> None:
+def start_averages(parameters: Iterable[Tensor], state: State) -> None:
     """Averages begin at θ₀, in float32 at least: small steps must not be rounded away."""
     for parameter in parameters:
         if KEY not in state[parameter]:
@@ -31,7 +31,7 @@ def start_averages(parameters: Iterable[nn.Parameter], state: State) -> None:
 
 
 def update_averages(
-    parameters: Iterable[nn.Parameter], state: State, timescale: float, bad: Tensor | None
+    parameters: Iterable[Tensor], state: State, timescale: float, bad: Tensor | None
 ) -> None:
     """average ← ζ average + (1 - ζ) θ with ζ = exp(-1/τ), τ in updates.
 
@@ -53,7 +53,7 @@ def update_averages(
 
 
 @contextmanager
-def swapped_in(parameters: Iterable[nn.Parameter], state: State) -> Iterator[None]:
+def swapped_in(parameters: Iterable[Tensor], state: State) -> Iterator[None]:
     """Let the parameters hold their averages; they get their own values back, come what may."""
     kept = [(p, p.detach().clone()) for p in parameters if has_average(p, state)]
     try:

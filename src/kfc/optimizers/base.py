@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -64,8 +65,18 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     @property
     def diagnostics(self) -> dict[str, Any]:
-        """What the last steps did: counters, seconds by part, numbers for every layer."""
-        return self.preconditioner.diagnostics
+        """What the last steps did.
+
+        ``step``, ``skipped_steps``; ``seconds`` by part, of the last time it was done, as the host
+        sees them, and ``total_seconds`` of all times; ``periods``; ``layers``: pi, damping and
+        factor traces by layer; and ``step_diagnostics``. Reading it waits for the device.
+        """
+        return {**self.preconditioner.diagnostics, **self.step_diagnostics}
+
+    @property
+    @abstractmethod
+    def step_diagnostics(self) -> dict[str, Any]:
+        """Numbers of the last step alone, cheap enough to read at every step."""
 
     def estimate_factors(
         self, batches: Iterable[Any], progress: Callable[[int, int | None], None] | None = None

@@ -302,17 +302,13 @@ class KFC(CurvatureOptimizer):
         return min(examples, max(wanted, 2 if mixes_examples(self.model) else 1))
 
     @property
-    def diagnostics(self) -> dict[str, Any]:
-        """What the last steps did.
-
-        ``step``, ``skipped_steps``; ``fisher_norm`` ν when last evaluated, ``clip_factor`` of the
-        last update, ``clip_evaluations`` of ν, ``clip_guards``: how often the estimate alone
-        shortened an update; ``seconds`` by part, of the last time it was done, as the host sees
-        them; ``layers``: pi, damping and factor traces by layer. Reading it waits for the device.
+    def step_diagnostics(self) -> dict[str, Any]:
+        """``fisher_norm`` ν when last evaluated, ``clip_factor`` of the last update,
+        ``clip_evaluations`` of ν, ``clip_guards``: how often the estimate alone shortened an
+        update. Reading it waits for the device.
         """
         clip = self._clip
         return {
-            **super().diagnostics,
             "fisher_norm": None if clip is None else clip.norm,
             "clip_factor": 1.0 if clip is None else clip.factor,
             "clip_evaluations": 0 if clip is None else clip.evaluations,

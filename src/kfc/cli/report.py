@@ -1,0 +1,102 @@
+"""`kfc report`: a page from runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kfc.cli.screen import FAILED, as_table, clear_errors, console, fail, say
+from kfc.experiments.comparison import SPECIFICATION, Comparison, read_specification
+from kfc.experiments.runs import CONFIG, Record, RunError, read_record
+from kfc.report.page import write_page
+from kfc.report.summary import Goals, best_runs, default_goals, goal_rows, summary_rows
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or of comparisons.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
+    title: Annotated[str | None, typer.Option(help="Its title.")] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="The run that ratios refer to; by default the first of SGD.")
+    ] = None,
+    train_error: Annotated[
+        list[float] | None, typer.Option(help="A goal, in percent; may be repeated.")
+    ] = None,
+    test_error: Annotated[
+        list[float] | None, typer.Option(help="A goal, in percent; may be repeated.")
+    ] = None,
+) -> None:
+    """Write one self-contained page with tables and curves of several runs.
+
+    Examples:
+
+      kfc report runs/demo -o demo.html
+
+      kfc report runs/cifar10-cuda-convnet-kfc runs/cifar10-cuda-convnet-sgd --train-error 6
+    """
+    with clear_errors():
+        if out.is_dir():
+            raise typer.BadParameter(f"{out} is a folder; name a file", param_hint="--out")
+        records = [record for path in runs for record in records_in(path)]
+        comparison = next(
+            (read_specification(p) for p in runs if (p / SPECIFICATION).exists()), None
+        )
+        goals = Goals(tuple(train_error or ()), tuple(test_error or ()))
+        if not (train_error or test_error):
+            goals = goals_of(comparison, records)
+        names = [record.name for record in records]
+        if baseline is not None and baseline not in names:
+            raise typer.BadParameter(
+                f"no run is named {baseline!r}; there are {', '.join(names)}",
+                param_hint="--baseline",
+            )
+        publish(
+            records,
+            out,
+            title=title or (comparison.title if comparison else "Runs"),
+            introduction=comparison.introduction if comparison else "",
+            goals=goals,
+            baseline=baseline or (comparison.baseline if comparison else None),
+        )
+
+
+def goals_of(comparison: Comparison | None, records: list[Record]) -> Goals:
+    if comparison is None or not (comparison.train_errors or comparison.test_errors):
+        return default_goals(records)
+    return Goals(tuple(comparison.train_errors), tuple(comparison.test_errors))
+
+
+def records_in(path: Path) -> list[Record]:
+    """Of a run's folder, or of all runs in a comparison's."""
+    if (path / CONFIG).exists() or not (path / SPECIFICATION).exists():
+        return [read_record(path)]
+    found = [read_record(file.parent) for file in sorted(path.glob(f"*/{CONFIG}"))]
+    if not found:
+        raise RunError(f"{path} has no runs yet")
+    order = list(read_specification(path).methods)
+    return sorted(found, key=lambda record: (order.index(record.name), record.config.lr))
+
+
+def publish(
+    records: list[Record],
+    out: Path,
+    *,
+    title: str,
+    introduction: str,
+    goals: Goals,
+    baseline: str | None,
+) -> None:
+    """The tables on the screen, all of it on a page."""
+    best = best_runs(records)
+    console.print(as_table(summary_rows(best, baseline)))
+    if goals.train_errors or goals.test_errors:
+        console.print(as_table(goal_rows(best, goals, baseline)))
+    try:
+        write_page(
+            out, records, title=title, introduction=introduction, goals=goals, baseline=baseline
+        )
+    except OSError as error:
+        fail(f"the page could not be written to {out}: {error.strerror}", FAILED)
+    say(f"Page: {out.resolve()}")

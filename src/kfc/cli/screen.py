@@ -1,0 +1,141 @@
+"""What the commands share: the console, clear errors, interruptions, progress, tables."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kfc.experiments.config import ConfigError
+from kfc.experiments.data import DataError
+from kfc.experiments.networks import NetworkError
+from kfc.experiments.runs import RunError
+
+FAILED, USAGE, DIVERGED, INTERRUPTED = 1, 2, 3, 130
+
+console = Console()
+errors = Console(stderr=True)
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """What can go wrong ends in a sentence and an exit code, not in a traceback."""
+    try:
+        yield
+    except (ConfigError, NetworkError) as error:
+        fail(str(error), USAGE)
+    except (DataError, RunError) as error:
+        fail(str(error), FAILED)
+    except KeyboardInterrupt:
+        fail("interrupted", INTERRUPTED)
+
+
+def say(message: str) -> None:
+    """Plain text, unbroken so that paths can be copied."""
+    console.print(escape(message), soft_wrap=True, highlight=False)
+
+
+def fail(message: str, code: int) -> None:
+    errors.print(f"[red]Error:[/red] {escape(message)}", soft_wrap=True, highlight=False)
+    raise typer.Exit(code)
+
+
+class Interruption:
+    """Ctrl-C, or SIGTERM, asks to end cleanly; a second Ctrl-C ends at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __call__(self) -> bool:
+        return self.requested
+
+    def __enter__(self) -> Interruption:
+        self._before = {
+            number: signal.signal(number, self._request)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        errors.print("Ending after this update, with a checkpoint; once more to end at once.")
+
+
+def progress_bars() -> Progress:
+    """A line for each run: a bar, the time, and how it stands."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[state]}"),
+        console=console,
+    )
+
+
+def state_of(row: dict[str, Any], evaluation: dict[str, Any]) -> str:
+    """A progress row, and the last evaluation, in a few words."""
+    parts = [f"loss {row['loss']:.3g}"]
+    if evaluation:
+        parts.append(f"error {evaluation['averaged_test_error']:.2f}%")
+    parts.append(f"{row['images_per_second']:.0f} images/s")
+    if row.get("fisher_norm") is not None:
+        parts.append(f"ν {row['fisher_norm']:.2g}")
+    return ", ".join(parts)
+
+
+def evaluation_line(row: dict[str, Any]) -> str:
+    """An evaluation of the averaged parameters in a line, for the log."""
+    return (
+        f"epoch {row['epoch']:.4g}, update {row['update']}, {row['seconds']:.1f} s: "
+        f"train loss {row['averaged_train_loss']:.4g} error {row['averaged_train_error']:.2f}%, "
+        f"test loss {row['averaged_test_loss']:.4g} error {row['averaged_test_error']:.2f}%"
+    )
+
+
+def as_table(rows: Sequence[tuple[str, ...]], title: str | None = None) -> Table:
+    header, *body = rows
+    table = Table(title=title, title_justify="left")
+    for index, name in enumerate(header):
+        table.add_column(escape(name), justify="left" if index == 0 else "right")
+    for row in body:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def free_path(wanted: Path) -> Path:
+    """The path, or the first of path-2, path-3, ... that does not exist."""
+    path, number = wanted, 1
+    while path.exists():
+        number += 1
+        path = wanted.with_name(f"{wanted.name}-{number}")
+    return path
+
+
+def parse_duration(text: str | None) -> float | None:
+    """Seconds from "90", "90s", "10m" or "1.5h"."""
+    if text is None:
+        return None
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    number, unit = (text[:-1], units[text[-1]]) if text[-1:] in units else (text, 1.0)
+    try:
+        return float(number) * unit
+    except ValueError as error:
+        raise typer.BadParameter(
+            f'{text!r} is not a time such as "90s", "10m" or "1.5h"'
+        ) from error

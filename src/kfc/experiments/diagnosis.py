@@ -1,0 +1,74 @@
+"""Why a run went to NaN: where it shows first, and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ADVICE = {
+    "kfc": "try a smaller --lr or a larger --damping",
+    "muon": "try a smaller --lr or --adamw-lr",
+}
+
+
+def diagnose(
+    model: nn.Module,
+    images: Tensor,
+    *,
+    update: int,
+    optimizer: str,
+    lr: float,
+    diagnostics: Mapping[str, Any],
+) -> str:
+    """A few sentences on a loss that is not finite, from the batch that gave it."""
+    parts = [f"the loss is not finite after {update} updates (lr {lr:g})"]
+    if not torch.isfinite(images).all():
+        parts.append("the images themselves are not finite")
+    bad = [n for n, p in model.named_parameters() if not torch.isfinite(p).all()]
+    if bad:
+        parts.append(f"parameters that are not finite: {_some(bad)}")
+    else:
+        largest, name = max((p.detach().abs().max().item(), n) for n, p in model.named_parameters())
+        parts.append(f"all parameters are finite, the largest entry is {largest:.3g}, in {name}")
+        first = _first_bad_output(model, images)
+        parts.append(f"the first output that is not finite is {first}'s" if first else "")
+    if diagnostics.get("fisher_norm") is not None:
+        parts.append(
+            f"the last Fisher norm was {diagnostics['fisher_norm']:.3g}, the clip factor "
+            f"{diagnostics['clip_factor']:.3g}, {diagnostics['skipped_steps']} steps were skipped"
+        )
+    parts.append(ADVICE.get(optimizer, "try a smaller --lr"))
+    return "; ".join(part for part in parts if part)
+
+
+@torch.no_grad()
+def _first_bad_output(model: nn.Module, images: Tensor) -> str | None:
+    """The name of the first module, in the order of the forward pass, with a bad output."""
+    found: list[str] = []
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and not torch.isfinite(output).all():
+                found.append(name)
+
+        return hook
+
+    leaves = [(n, m) for n, m in model.named_modules() if not any(m.children())]
+    handles = [module.register_forward_hook(watch(name)) for name, module in leaves]
+    was_training = model.training
+    try:
+        model.eval()
+        model(images)
+    finally:
+        model.train(was_training)
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+def _some(names: list[str], count: int = 5) -> str:
+    rest = len(names) - count
+    return ", ".join(names[:count]) + (f" and {rest} more" if rest > 0 else "")

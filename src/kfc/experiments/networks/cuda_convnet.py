@@ -1,0 +1,102 @@
+"""The cuda-convnet network for CIFAR-10 that the paper trains, and its variants."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Pooling = Literal["max", "average"]
+
+# The table of cuda-convnet's "18%" network, by layer.
+WEIGHT_STDS = {"conv1": 1e-4, "conv2": 0.01, "conv3": 0.01, "fc10": 0.01}
+WEIGHT_COSTS = {
+    "conv1.weight": 0.004,
+    "conv2.weight": 0.004,
+    "conv3.weight": 0.004,
+    "fc10.weight": 1.0,
+}
+
+
+class WithinMapNormalisation(nn.Module):
+    """y = x (1 + (scale / size²) Σ x²)^-0.75, the sum over the size x size window around a pixel.
+
+    The window stays in the pixel's own map, unlike that of ``nn.LocalResponseNorm``; beyond the
+    border there is nothing to add.
+    """
+
+    def __init__(self, size: int = 3, scale: float = 5e-5) -> None:
+        super().__init__()
+        if size < 1 or size % 2 == 0:
+            raise ValueError(f"a window around a pixel needs an odd size, got {size}")
+        self.size = size
+        self.scale = scale
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}, scale={self.scale:g}"
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """(..., height, width) to the same."""
+        base = 1 + self.scale / self.size**2 * self._window_sums(maps.square())
+        # base^-0.75 by square roots: a power takes five times as long.
+        return maps * (base * base.sqrt()).rsqrt()
+
+    def _window_sums(self, maps: Tensor) -> Tensor:
+        """Sums along columns, then along rows: much faster than pooling with stride 1."""
+        return self._band(maps.shape[-2], maps) @ maps @ self._band(maps.shape[-1], maps)
+
+    def _band(self, length: int, like: Tensor) -> Tensor:
+        """Ones where two positions share a window: (length, length)."""
+        reach = self.size // 2
+        ones = torch.ones(length, length, device=like.device, dtype=like.dtype)
+        return ones.tril(reach).triu(-reach)
+
+
+def cuda_convnet(
+    channels: int,
+    classes: int,
+    *,
+    pooling: tuple[Pooling, Pooling, Pooling] = ("max", "average", "average"),
+    batch_normalised: bool = False,
+) -> nn.Sequential:
+    """Images (N, channels, 32, 32) to logits (N, classes).
+
+    Args:
+        pooling: of the three layers. The order of pooling and ReLU stays: the first layer pools
+            before it, which for maxima is the same and for averages is not.
+        batch_normalised: with batch normalisation right after each convolution, whose bias it
+            makes superfluous; the response normalisation stays. The logits are not normalised.
+    """
+    layers: dict[str, nn.Module] = {
+        "conv1": convolution(channels, 32, bias=not batch_normalised),
+        "pool1": halving(pooling[0]),
+        "relu1": nn.ReLU(inplace=True),
+        "rnorm1": WithinMapNormalisation(),
+        "conv2": convolution(32, 32, bias=not batch_normalised),
+        "relu2": nn.ReLU(inplace=True),
+        "pool2": halving(pooling[1]),
+        "rnorm2": WithinMapNormalisation(),
+        "conv3": convolution(32, 64, bias=not batch_normalised),
+        "relu3": nn.ReLU(inplace=True),
+        "pool3": halving(pooling[2]),
+        "flatten": nn.Flatten(),
+        "fc10": nn.Linear(1024, classes),
+    }
+    model = nn.Sequential()
+    for name, layer in layers.items():
+        model.add_module(name, layer)
+        if batch_normalised and isinstance(layer, nn.Conv2d):
+            model.add_module(name.replace("conv", "norm"), nn.BatchNorm2d(layer.out_channels))
+    return model
+
+
+def convolution(inputs: int, outputs: int, bias: bool) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel_size=5, padding=2, bias=bias)
+
+
+def halving(kind: Pooling) -> nn.Module:
+    """3x3 windows at every second pixel; an average counts only the pixels that exist."""
+    if kind == "max":
+        return nn.MaxPool2d(3, stride=2, ceil_mode=True)
+    return nn.AvgPool2d(3, stride=2, ceil_mode=True, count_include_pad=False)

@@ -1,0 +1,49 @@
+"""The examples, run as a user would run them, reach what they promise."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+# What the last line printed must exceed, in percent; each reaches a few percent more.
+LEAST = {
+    "digits": ("test accuracy", 92),
+    "segmentation": ("test overlap", 85),
+    "signals": ("test accuracy", 93),
+    "tuple_output": ("test accuracy", 96),
+}
+
+
+def run(name: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, str(EXAMPLES / f"{name}.py")]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_example_reaches_a_good_result(name):
+    measure, least = LEAST[name]
+    percentages = re.findall(rf"{measure} ([\d.]+)%", run(name))
+    assert float(percentages[-1]) > least
+
+
+def test_every_example_is_tested_and_listed():
+    scripts = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert scripts == set(LEAST)
+    listed = (EXAMPLES / "README.md").read_text()
+    assert all(f"{name}.py" in listed for name in scripts)
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_examples_use_the_public_library_alone(name):
+    text = (EXAMPLES / f"{name}.py").read_text()
+    imported = re.findall(r"^(?:import|from) (\S+)", text, re.M)
+    assert "kfc" in imported
+    assert set(imported) <= {"kfc", "math", "sklearn.datasets", "torch", "torch.nn.functional"}
