@@ -105,6 +105,7 @@ class Trainer:
         self.last_evaluation: Row = {}
         self._on_row = on_row
         self._random = _random_state(parts.device, folder.config.seed)
+        self._working = False
         self._stream: Iterator[tuple[Tensor, Tensor]] | None = None
         self._costs = _Costs(parts.optimizer)
         self._saved_at = 0.0
@@ -319,6 +320,8 @@ class Trainer:
     def save(self) -> None:
         """Replace the folder's checkpoint by this moment."""
         self._saved_at = self.seconds
+        if self._working:  # or the state kept since the last slice is the current one
+            self._random = _get_random_state(self.parts.device)
         self.folder.save(
             {
                 "update": self.update,
@@ -358,9 +361,11 @@ class Trainer:
         others = [] if device.type == "cpu" else [device]
         with torch.random.fork_rng(devices=others, device_type=device.type if others else "cuda"):
             _set_random_state(self._random, device)
+            self._working = True
             try:
                 yield
             finally:
+                self._working = False
                 self._random = _get_random_state(device)
 
 

@@ -1,0 +1,190 @@
+"""Run folders: complete at every moment, never overwritten, clear about what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kfc.experiments.config import make_config
+from kfc.experiments.runs import RunError, RunFolder, read_record, write_atomically
+
+
+@pytest.fixture
+def config():
+    return make_config(data="digits", epochs=1, threads=1)
+
+
+@pytest.fixture
+def folder(tmp_path, config):
+    made = RunFolder.create(tmp_path / "run", config, "digest", "KFC")
+    yield made
+    made.close()
+
+
+def output_of(program: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def row(update: int, kind: str = "progress", **more: object) -> dict:
+    return {"kind": kind, "update": update, "epoch": 0.5, "seconds": 1.0, **more}
+
+
+def test_a_record_says_what_was_written(folder, config):
+    folder.write(row(0, "evaluation", train_loss=2.5))
+    folder.write(row(10, loss=float("nan")))
+    folder.write(row(20, "end", reason="epochs", message=""))
+    record = read_record(folder.path)
+    assert record.config == config
+    assert (record.name, record.data_digest) == ("KFC", "digest")
+    assert record.evaluations[0]["train_loss"] == 2.5
+    assert record.progress[0]["loss"] is None, "NaN is not JSON"
+    assert record.end["reason"] == "epochs"
+    assert record.environment["torch"] == torch.__version__
+    assert list(folder.path.glob("events.out.tfevents*"))
+
+
+def test_a_folder_is_never_overwritten(folder, config):
+    with pytest.raises(RunError, match="never overwritten"):
+        RunFolder.create(folder.path, config, "digest", "KFC")
+
+
+def test_one_process_at_a_time(folder):
+    program = (
+        "import sys, pathlib; from kfc.experiments.runs import RunFolder, RunError\n"
+        "try: RunFolder.open(pathlib.Path(sys.argv[1]))\n"
+        "except RunError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder.path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "in use" in done.stdout
+
+
+def test_metrics_beyond_the_checkpoint_are_forgotten(folder):
+    folder.write(row(10))
+    folder.save({"update": 10})
+    folder.write(row(20))
+    folder.close()
+    again = RunFolder.open(folder.path)
+    assert again.load()["update"] == 10
+    again.write(row(20, loss=0.25))
+    rows = read_record(again.path).progress
+    assert [r["update"] for r in rows] == [10, 20]
+    assert rows[-1]["loss"] == 0.25
+    again.close()
+
+
+def test_without_a_checkpoint_the_run_begins_again(folder):
+    folder.write(row(10))
+    folder.close()
+    again = RunFolder.open(folder.path)
+    assert again.load() is None
+    assert read_record(again.path).progress == []
+    again.close()
+
+
+def test_a_row_cut_short_by_a_crash_is_left_out(folder):
+    folder.write(row(10))
+    with (folder.path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind": "progress", "upd')
+    assert [r["update"] for r in read_record(folder.path).progress] == [10]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", b"{", "damaged"),
+        ("config.json", b"[]", "damaged"),
+        ("config.json", b'{"format": 99}', "format 99"),
+        ("metrics.jsonl", b"nonsense\n{}\n", "line 1"),
+        ("metrics.jsonl", b"3\n", "line 1"),
+    ],
+)
+def test_damaged_files_are_named(folder, file, content, words):
+    folder.close()
+    (folder.path / file).write_bytes(content)
+    with pytest.raises(RunError, match=words) as caught:
+        read_record(folder.path)
+    assert file in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"PK\x03\x04" + bytes(100)])
+def test_a_damaged_checkpoint_is_refused(folder, content):
+    (folder.path / "checkpoint.pt").write_bytes(content)
+    with pytest.raises(RunError, match=r"checkpoint\.pt is damaged"):
+        folder.load()
+
+
+def test_a_checkpoint_runs_no_code(folder, tmp_path):
+    class Bad:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/harm",)
+
+    torch.save({"format": 1, "metrics_bytes": 0, "bad": Bad()}, folder.path / "checkpoint.pt")
+    with pytest.raises(RunError):
+        folder.load()
+    assert not (tmp_path / "harm").exists()
+
+
+def test_metrics_shorter_than_the_checkpoint_are_refused(folder):
+    folder.write(row(10))
+    folder.save({"update": 10})
+    folder.close()
+    (folder.path / "metrics.jsonl").write_bytes(b"")
+    again = RunFolder.open(folder.path)
+    with pytest.raises(RunError, match="shorter"):
+        again.load()
+    again.close()
+
+
+def test_not_a_run(tmp_path):
+    with pytest.raises(RunError, match="not a run"):
+        read_record(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made(config):
+    with pytest.raises(RunError, match="cannot be written"):
+        RunFolder.create(Path("/proc/nowhere/run"), config, "digest", "KFC")
+
+
+def test_an_unfinished_write_leaves_the_old_file(tmp_path):
+    """A file-size limit is as good as a full disk: the write fails half-way."""
+    path = tmp_path / "file"
+    program = f"""
+import resource, pathlib
+from kfc.experiments.runs import write_atomically
+path = pathlib.Path({str(path)!r})
+write_atomically(path, b"good")
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    write_atomically(path, bytes(10_000))
+except OSError as error:
+    print("refused:", error.strerror)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "refused" in done.stdout
+    assert path.read_bytes() == b"good"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_config_json_is_complete_and_readable(folder):
+    header = json.loads((folder.path / "config.json").read_text())
+    assert header["config"]["optimizer"] == "kfc"
+    assert header["config"]["options"]["damping"] == 1e-3
+    assert {"kfc", "torch", "python", "system", "processor", "cores"} <= set(header["environment"])
+
+
+def test_atomic_writes_replace(tmp_path):
+    write_atomically(tmp_path / "file", b"one")
+    write_atomically(tmp_path / "file", b"two")
+    assert (tmp_path / "file").read_bytes() == b"two"

@@ -1,0 +1,343 @@
+"""The training loop: what it trains, averages, evaluates and records."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kfc.experiments.averages import Averages
+from kfc.experiments.config import ConfigError, config_from_dict, make_config
+from kfc.experiments.data import Inputs, load
+from kfc.experiments.evaluation import Examples, evaluate
+from kfc.experiments.networks import build
+from kfc.experiments.optimizers import OPTIMIZERS, Wishes, as_matrix, make_optimizer
+from kfc.experiments.runs import RunError, RunFolder, read_record
+from kfc.experiments.training import Parts, Trainer, weight_costs
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load("digits")
+
+
+def config_of(**wishes):
+    defaults = {"data": "digits", "epochs": 2, "batch_size": 128, "threads": 1}
+    return make_config(**{**defaults, **wishes})
+
+
+def run(path, data, **wishes):
+    trainer = Trainer.start(path, config_of(**wishes), data, name="run")
+    trainer.advance()
+    trainer.close()
+    return trainer
+
+
+# Settings
+
+
+def test_settings_are_filled_in_from_network_and_optimizer():
+    config = make_config(data="cifar10")
+    assert (config.net, config.init, config.inputs) == ("cuda-convnet", "paper", "centred")
+    assert (config.optimizer, config.lr, config.batch_size) == ("kfc", 3e-3, 512)
+    assert make_config(data="cifar10", init="kaiming").inputs == "normalised"
+    assert make_config(data="cifar10", optimizer="sgd").batch_size == 128
+    assert config.epochs == 10
+    assert make_config(data="cifar10", updates=5).epochs is None
+    assert config_from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({}, "name a data set"),
+        ({"data": "imagenet"}, "data must be one of"),
+        ({"data": "digits", "optimizer": "sgd", "damping": 0.1}, "nothing that sgd has"),
+        ({"data": "digits", "optimizer": "lion"}, "no optimizer 'lion'"),
+        ({"data": "digits", "typo": 1}, "unknown settings: typo"),
+        ({"data": "digits", "lr": -1.0}, "lr must be"),
+        ({"data": "digits", "lr": float("nan")}, "lr must be"),
+        ({"data": "digits", "batch_size": 2.5}, "batch_size must be a whole number"),
+        ({"data": "digits", "epochs": 0}, "epochs must be"),
+        ({"data": "digits", "weight_decay": "paper"}, "no paper gives weight costs"),
+        ({"data": "digits", "inputs": "raw"}, "inputs must be one of"),
+        ({"data": "digits", "device": "toaster"}, "toaster"),
+    ],
+)
+def test_bad_settings_are_named(wishes, words):
+    with pytest.raises(ConfigError, match=words):
+        make_config(**wishes)
+
+
+@pytest.mark.parametrize(
+    "wishes", [{"batch_size": 5000}, {"damping": -1.0}, {"fisher": "wrong"}, {"device": "cuda:7"}]
+)
+def test_what_only_shows_when_building_leaves_no_folder(digits, tmp_path, wishes):
+    with pytest.raises((ConfigError, ValueError)):
+        Trainer.start(tmp_path / "run", config_of(**wishes), digits, name="run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_weight_costs_are_of_weights_alone(digits):
+    model = build("digits", image=(1, 8, 8), classes=10, init=None, seed=0)
+    costs = weight_costs(config_of(weight_decay=0.5), model)
+    assert set(costs.values()) == {0.5}
+    assert costs.keys() == {n for n, p in model.named_parameters() if p.dim() > 1}
+    paper = make_config(data="cifar10", weight_decay="paper")
+    assert weight_costs(paper, model)["fc10.weight"] == 1.0
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "soap"])
+def test_every_optimizer_learns_the_digits(digits, tmp_path, name):
+    trainer = run(tmp_path / "run", digits, optimizer=name, epochs=6, weight_decay=1e-4)
+    assert trainer.end["reason"] == "epochs"
+    assert trainer.last_evaluation["train_error"] < 10
+
+
+def test_soap_is_asked_for_by_name(digits, tmp_path):
+    try:
+        import pytorch_optimizer  # noqa: F401
+    except ImportError:
+        with pytest.raises(ConfigError, match="pip install pytorch-optimizer"):
+            run(tmp_path / "run", digits, optimizer="soap")
+    else:
+        assert run(tmp_path / "run", digits, optimizer="soap").end["reason"] == "epochs"
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_muon_moves_the_weights_themselves(memory_format):
+    model = build("digits", image=(1, 8, 8), classes=10, init=None, seed=0)
+    model.to(memory_format=memory_format)
+    wishes = Wishes(0.1, {}, OPTIMIZERS["muon"].options, 0)
+    optimizer = make_optimizer("muon", model, wishes)
+    before = copy.deepcopy(model.state_dict())
+    weight = next(p for p in model.parameters() if p.dim() == 4 and p.shape[1] > 1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    name = next(n for n, p in model.named_parameters() if p is weight)
+    optimizer.step()
+    assert all((model.state_dict()[n] != before[n]).any() for n in before)
+    # An orthogonal factor of a matrix with more columns than rows: steps of equal length by rows.
+    step = (weight.detach() - before[name]).flatten(1)
+    assert (step.norm(dim=1) / step.norm(dim=1).mean() - 1).abs().max() < 0.3
+
+
+def test_a_matrix_is_a_view():
+    weight = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+    assert as_matrix(weight).data_ptr() == weight.data_ptr()
+    assert as_matrix(weight).shape == (4, 12)
+
+
+# Averages and evaluation
+
+
+def test_averages_are_the_mean_at_first_and_exponential_later():
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    averages = Averages(model, timescale=10.0)
+    values = [model.weight.item()]
+    expected = values[0]
+    for count in range(1, 40):
+        with torch.no_grad():
+            model.weight.copy_(torch.randn(1, 1))
+        values.append(model.weight.item())
+        averages.update(count)
+        weight = -math.expm1(-1 / min(10.0, count + 0.5))
+        expected += weight * (values[-1] - expected)
+        average = averages.state_dict()["weight"].item()
+        assert average == pytest.approx(expected)
+        if count == 9:
+            assert average == pytest.approx(sum(values) / len(values), abs=0.05)
+    with averages.swapped_in():
+        assert model.weight.item() == average
+    assert model.weight.item() == values[-1]
+
+
+def test_averages_cover_running_statistics():
+    model = torch.nn.BatchNorm1d(2)
+    averages = Averages(model, 5.0)
+    assert set(averages.state_dict()) == {"weight", "bias", "running_mean", "running_var"}
+
+
+def test_evaluation_is_the_plain_sum(digits):
+    model = build("digits", image=(1, 8, 8), classes=10, init=None, seed=0)
+    inputs = Inputs.normalised(digits.train)
+    loss, error = evaluate(model, Examples(digits.train, inputs, 1200, torch.device("cpu")))
+    outputs = model(inputs(digits.train.images[:1200]))
+    labels = torch.tensor(digits.train.labels[:1200])
+    assert loss == pytest.approx(F.cross_entropy(outputs, labels).item(), rel=1e-5)
+    assert error == pytest.approx(100 * (outputs.argmax(1) != labels).float().mean().item())
+    assert model.training
+
+
+# Records
+
+
+def test_a_run_records_its_way(digits, tmp_path):
+    run(tmp_path / "run", digits, epochs=3, evaluation_period=0.5, log_period=5)
+    record = read_record(tmp_path / "run")
+    updates = [row["update"] for row in record.evaluations]
+    # 11 batches in an epoch: an evaluation every round(5.5) updates, and one at the end
+    assert updates == [0, 6, 12, 18, 24, 30, 33]
+    assert [row["update"] for row in record.progress] == [5, 10, 15, 20, 25, 30]
+    last = record.evaluations[-1]
+    assert last["epoch"] == 3
+    assert last["averaged_train_error"] < record.evaluations[0]["averaged_train_error"]
+    assert record.progress[-1]["fisher_norm"] is not None
+    layers = last["diagnostics"]["layers"]
+    assert len(layers) == 3
+    assert all(layer["pi"] > 0 for layer in layers.values())
+    assert record.end["reason"] == "epochs"
+
+
+def test_the_parts_of_an_update_add_up(digits, tmp_path):
+    run(tmp_path / "run", digits, epochs=2, evaluation_period=1)
+    first, second = read_record(tmp_path / "run").evaluations[1:]
+    per_update = (second["seconds"] - first["seconds"]) / (second["update"] - first["update"])
+    parts = second["step_seconds"]
+    assert sum(parts.values()) == pytest.approx(per_update, rel=1e-6)
+    assert {"data", "forward", "backward", "statistics", "inverses", "clip"} <= set(parts)
+    assert all(value >= 0 for value in parts.values())
+
+
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [({"updates": 7}, "updates"), ({"seconds": 1e-3}, "time"), ({"epochs": 0.5}, "epochs")],
+)
+def test_the_first_limit_counts(digits, tmp_path, limit, reason):
+    trainer = run(tmp_path / "run", digits, **{"epochs": 50, **limit})
+    assert trainer.end["reason"] == reason
+    assert trainer.last_evaluation["update"] == trainer.update
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:kfc")
+@pytest.mark.parametrize("optimizer", ["sgd", "kfc"])
+def test_nan_stops_the_run_and_says_why(digits, tmp_path, optimizer):
+    trainer = Trainer.start(
+        tmp_path / "run", config_of(optimizer=optimizer, log_period=1), digits, name="run"
+    )
+    trainer.advance(1e-9)
+    trainer.save()
+    with torch.no_grad():
+        trainer.parts.model[3].weight[0] = float("nan")
+    assert not trainer.advance()
+    trainer.close()
+    assert trainer.end["reason"] == "diverged"
+    assert "3.weight" in trainer.end["message"]
+    assert "--lr" in trainer.end["message"]
+    again = RunFolder.open(tmp_path / "run")
+    assert all(torch.isfinite(v).all() for v in again.load()["model"].values())
+    again.close()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:kfc")
+def test_overflow_in_the_network_is_traced_to_its_layer(digits, tmp_path):
+    """KFC leaves the parameters alone at such a step, so that the layer can be found."""
+    trainer = Trainer.start(tmp_path / "run", config_of(log_period=1), digits, name="")
+    with torch.no_grad():
+        trainer.parts.model[3].weight.fill_(3e38)
+    trainer.advance()
+    trainer.close()
+    assert "all parameters are finite" in trainer.end["message"]
+    assert "the first output that is not finite is 3's" in trainer.end["message"]
+
+
+# Bit for bit
+
+
+def tensors_of(state, prefix=""):
+    """Every tensor and number of a nested state, by path."""
+    if isinstance(state, dict):
+        items = state.items()
+    elif isinstance(state, (list, tuple)):
+        items = enumerate(state)
+    else:
+        return {prefix: state}
+    return {k: v for key, item in items for k, v in tensors_of(item, f"{prefix}/{key}").items()}
+
+
+def assert_same_state(found, expected):
+    """But for times, which are the machine's."""
+    found, expected = tensors_of(found), tensors_of(expected)
+    assert found.keys() == expected.keys()
+    for path, value in expected.items():
+        if "seconds" in path or path in ("/metrics_bytes", "/last_log/1"):
+            continue
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[path], value), path
+        else:
+            assert found[path] == value or value != value, path
+
+
+def checkpoint(path):
+    return torch.load(path / "checkpoint.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("optimizer", ["kfc", "sgd", "adam", "muon"])
+def test_slices_and_resumption_change_no_bit(digits, tmp_path, optimizer):
+    wishes = {"optimizer": optimizer, "epochs": 3, "evaluation_period": 0.7, "weight_decay": 1e-3}
+    run(tmp_path / "whole", digits, **wishes)
+    config = config_of(**wishes)
+    trainer = Trainer.start(tmp_path / "parts", config, digits, name="run")
+    while trainer.advance(0.02):
+        torch.randn(3)  # somebody else draws from the global generator
+        trainer.save()
+        trainer.close()
+        trainer = Trainer.resume(RunFolder.open(tmp_path / "parts"), digits)
+    trainer.close()
+    assert_same_state(checkpoint(tmp_path / "parts"), checkpoint(tmp_path / "whole"))
+    parts, whole = (read_record(tmp_path / name).evaluations for name in ("parts", "whole"))
+    for mine, theirs in zip(parts, whole, strict=True):
+        assert {k: v for k, v in mine.items() if "seconds" not in k} == {
+            k: v for k, v in theirs.items() if "seconds" not in k
+        }
+
+
+def test_dropout_goes_on_bit_for_bit(digits, tmp_path, monkeypatch):
+    (tmp_path / "withdropout.py").write_text(
+        "from torch import nn\n"
+        "def net():\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    wishes = {"net": "withdropout:net", "epochs": 2}
+    run(tmp_path / "whole", digits, **wishes)
+    trainer = Trainer.start(tmp_path / "parts", config_of(**wishes), digits, name="run")
+    while trainer.advance(0.01):
+        trainer.save()
+        trainer.close()
+        torch.manual_seed(17)
+        trainer = Trainer.resume(RunFolder.open(tmp_path / "parts"), digits)
+    trainer.close()
+    assert_same_state(checkpoint(tmp_path / "parts"), checkpoint(tmp_path / "whole"))
+
+
+def test_a_run_on_other_data_is_not_resumed(digits, tmp_path):
+    run(tmp_path / "run", digits)
+    other = type(digits)("digits", 10, digits.train, digits.test, "another digest")
+    folder = RunFolder.open(tmp_path / "run")
+    with pytest.raises(RunError, match="other data"):
+        Trainer.resume(folder, other)
+    folder.close()
+
+
+def test_a_checkpoint_of_another_network_is_refused(digits, tmp_path):
+    run(tmp_path / "one", digits)
+    run(tmp_path / "two", digits, optimizer="sgd")
+    (tmp_path / "two" / "checkpoint.pt").replace(tmp_path / "one" / "checkpoint.pt")
+    (tmp_path / "two" / "metrics.jsonl").replace(tmp_path / "one" / "metrics.jsonl")
+    folder = RunFolder.open(tmp_path / "one")
+    with pytest.raises(RunError, match="not of this run"):
+        Trainer.resume(folder, digits)
+    folder.close()
+
+
+def test_same_seed_same_batches_and_weights(digits):
+    one, two = (Parts(config_of(optimizer=o), digits) for o in ("kfc", "sgd"))
+    for mine, theirs in zip(one.model.parameters(), two.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    for mine, theirs in zip(one.batches.epoch(0), two.batches.epoch(0), strict=True):
+        assert torch.equal(mine[1], theirs[1])
