@@ -5,18 +5,24 @@ import subprocess
 import sys
 from pathlib import Path
 
-PROGRAM = [sys.executable, "-m", "kfc"]
-
 
 def environment(**more: str) -> dict[str, str]:
     """One thread, and text that is not broken at the edge of a terminal."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1", **more}
 
 
-def kfc(*arguments: object, cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess:
-    """Run to the end, with what it printed."""
+def kfc(
+    *arguments: object, cwd: Path | None = None, program: str | None = None, **more: str
+) -> subprocess.CompletedProcess:
+    """Run to the end, with what it printed.
+
+    Args:
+        program: Python code to run instead of the command.
+        more: variables of its environment.
+    """
+    start = [sys.executable, *(["-m", "kfc"] if program is None else ["-c", program])]
     return subprocess.run(
-        [*PROGRAM, *map(str, arguments)],
+        [*start, *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
@@ -29,7 +35,7 @@ def kfc(*arguments: object, cwd: Path | None = None, **more: str) -> subprocess.
 def start_kfc(*arguments: object) -> subprocess.Popen:
     """Start, and let it run."""
     return subprocess.Popen(
-        [*PROGRAM, *map(str, arguments)],
+        [sys.executable, "-m", "kfc", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -15,7 +15,7 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -162,9 +162,12 @@ class RunFolder:
         self.config = config
 
     def close(self) -> None:
-        if self._events is not None:
-            self._events.close()
-        self._metrics.close()
+        # What could not be written was reported when it was tried.
+        with suppress(OSError):
+            if self._events is not None:
+                self._events.close()
+        with suppress(OSError):
+            self._metrics.close()
         self._lock.close()
 
     # Metrics

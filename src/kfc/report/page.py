@@ -1,111 +1,88 @@
-"""A self-contained HTML page with the curves of several runs."""
+"""One self-contained HTML page about several runs: it needs no network to be read."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 from collections.abc import Sequence
 from html import escape
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
+from plotly.offline import get_plotlyjs
 
-from kfc.experiments.training import Run
-from kfc.report.table import summary_rows
-
-# Okabe and Ito's colours, told apart by the colour-blind too.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-
-MEASURES = (
-    ("train_loss", "training loss"),
-    ("test_loss", "test loss"),
-    ("train_error", "training error (%)"),
-    ("test_error", "test error (%)"),
-)
-AXES = (("updates", "updates"), ("seconds", "seconds of training"))
-
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 75rem; margin: 2rem auto;
-  padding: 0 1rem; }}
-.scroll {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; white-space: nowrap; }}
-th, td {{ padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd; }}
-th:first-child, td:first-child {{ text-align: left; }}
-@media (max-width: 40rem) {{
-  table {{ white-space: normal; font-size: .85rem; }}
-  th, td {{ padding: .3rem; }}
-}}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p>{introduction}</p>
-<div class="scroll">{table}</div>
-{figures}
-</body>
-</html>
-"""
+from kfc.experiments.runs import Record, write_atomically
+from kfc.report.curves import curve_data
+from kfc.report.figures import Figure, Json
+from kfc.report.sections import Section, all_sections
+from kfc.report.summary import Goals, best_runs, default_goals
 
 
-def write_page(path: Path, title: str, introduction: str, runs: Sequence[Run]) -> None:
-    """Write the page; it needs no network to be read."""
-    figures = []
-    for index, (axis, label) in enumerate(AXES):
-        figure = curves(runs, axis, label)
-        html = figure.to_html(
-            full_html=False,
-            include_plotlyjs=index == 0,
-            default_width="100%",
-            config={"responsive": True},
-        )
-        figures.append(f'<div class="scroll">{html}</div>')
-    page = PAGE.format(
-        title=escape(title),
-        introduction=escape(introduction),
-        table=_table(summary_rows(runs)),
-        figures="\n".join(figures),
-    )
+def write_page(
+    path: Path,
+    records: Sequence[Record],
+    *,
+    title: str,
+    introduction: str = "",
+    goals: Goals | None = None,
+    baseline: str | None = None,
+) -> None:
+    """Write the page, all of it or nothing. Of runs with one name, the best is shown.
+
+    Args:
+        goals: errors whose times are compared; by default round ones that the runs reached.
+        baseline: the name of the run that ratios are to; by default SGD's.
+
+    Raises:
+        OSError: the file or its folders cannot be written.
+        ValueError: there are no runs, or none has the baseline's name.
+    """
+    if not records:
+        raise ValueError("a report needs at least one run")
+    best = best_runs(records)
+    goals = default_goals(best) if goals is None else goals
+    sections = all_sections(records, best, goals, baseline)
+    content = _fill(title, introduction, sections, curve_data(records, best))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    write_atomically(path, content.encode())
 
 
-def curves(runs: Sequence[Run], axis: str, label: str) -> go.Figure:
-    """Loss and error, training and test, against one axis."""
-    figure = make_subplots(rows=2, cols=2, subplot_titles=[title for _, title in MEASURES])
-    for colour, run in zip(COLOURS, runs, strict=False):
-        for index, (measure, _) in enumerate(MEASURES):
-            figure.add_scatter(
-                x=[getattr(evaluation, axis) for evaluation in run.evaluations],
-                y=[getattr(evaluation, measure) for evaluation in run.evaluations],
-                name=run.name,
-                legendgroup=run.name,
-                showlegend=index == 0,
-                mode="lines+markers",
-                line={"color": colour},
-                row=index // 2 + 1,
-                col=index % 2 + 1,
-            )
-    figure.update_xaxes(title_text=label)
-    figure.update_yaxes(type="log", row=1)
-    figure.update_layout(
-        height=700,
-        template="plotly_white",
-        hovermode="x unified",
-        title=f"against {label}",
-        legend={"orientation": "h", "y": 1.1},
-        margin={"l": 40, "r": 20},
+def _fill(title: str, introduction: str, sections: Sequence[Section], curves: Json) -> str:
+    plotly, script = get_plotlyjs(), _read("page.js")
+    figures = [_as_json(figure) for section in sections for figure in section.figures]
+    return Template(_read("page.html")).substitute(
+        policy=_policy(plotly, script),
+        title=escape(title),
+        introduction=f"<p>{escape(introduction)}</p>" if introduction else "",
+        style=_read("page.css"),
+        links="".join(f'<li><a href="#{s.id}">{s.title}</a></li>' for s in sections),
+        sections="\n".join(section.html() for section in sections),
+        data=_embedded({"figures": figures, "curves": curves}),
+        plotly=plotly,
+        script=script,
     )
-    return figure
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    def row(cells: tuple[str, ...], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+def _read(name: str) -> str:
+    return files("kfc.report").joinpath(name).read_text(encoding="utf-8")
 
-    head, *body = rows
-    return f"<table>{row(head, 'th')}{''.join(row(cells, 'td') for cells in body)}</table>"
+
+def _as_json(figure: Figure) -> Json:
+    return {"id": figure.id, "layout": figure.layout, "variants": list(figure.variants)}
+
+
+def _embedded(value: Json) -> str:
+    """JSON that cannot end the element it stands in."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _policy(*scripts: str) -> str:
+    """Only our own scripts run, and nothing is fetched, whatever stands in the runs' names."""
+    digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
+    allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )

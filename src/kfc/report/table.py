@@ -1,44 +1,86 @@
-"""What a run came to, in rows for a terminal or a page."""
+"""Rows as HTML tables; settings and environments compared."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
 
-from kfc.experiments.training import Run
+from kfc.experiments.runs import Record
+from kfc.report.formats import MISSING, setting
+from kfc.report.summary import Row
 
-# "Updates to ..." counts until the training error is at or below this.
-TARGET_ERROR = 1.0
-
-LABELS = (
-    "settings",
-    "epochs",
-    "updates",
-    "seconds",
-    "train loss",
-    "train error",
-    "test loss",
-    "test error",
-    f"updates to {TARGET_ERROR:g}% train error",
-)
+Column = Mapping[str, str]
 
 
-def summary_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """A column per run, so that it fits a narrow window; the first row is the header."""
-    columns = [(run.settings, *_numbers(run)) for run in runs]
-    header = ("optimizer", *(run.name for run in runs))
-    return [header, *zip(LABELS, *columns, strict=True)]
+def html_table(
+    rows: Sequence[Row],
+    caption: str,
+    *,
+    swatches: Mapping[str, str] | None = None,
+    mark_differences: bool = False,
+) -> str:
+    """A table in a box that scrolls by itself.
 
-
-def _numbers(run: Run) -> tuple[str, ...]:
-    last = run.evaluations[-1]
-    reached = next((e.updates for e in run.evaluations if e.train_error <= TARGET_ERROR), None)
+    Args:
+        rows: the first is the header; a row with nothing beside its first cell is a heading.
+        swatches: markup before the first cell, by its text.
+        mark_differences: cells unlike the first run's.
+    """
+    header, *body = rows
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
+    lines = [_html_row(row, swatches or {}, mark_differences) for row in body]
     return (
-        str(last.epoch),
-        str(last.updates),
-        f"{last.seconds:.1f}",
-        f"{last.train_loss:.1e}",
-        f"{last.train_error:.2f}%",
-        f"{last.test_loss:.2f}",
-        f"{last.test_error:.2f}%",
-        "not reached" if reached is None else str(reached),
+        # Not a <caption>: that would scroll away with a wide table.
+        f'<p class="note">{escape(caption)}</p>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
+
+
+def _html_row(row: Row, swatches: Mapping[str, str], mark_differences: bool) -> str:
+    label, *cells = row
+    if cells and not any(cells):
+        return (
+            f'<tr class="goal"><th scope="rowgroup" colspan="{len(row)}">'
+            f"<span>{escape(label)}</span></th></tr>"
+        )
+    marked = [mark_differences and cell not in (cells[0], MISSING) for cell in cells]
+    data = "".join(
+        f'<td class="other">{escape(cell)}</td>' if mark else f"<td>{escape(cell)}</td>"
+        for cell, mark in zip(cells, marked, strict=True)
+    )
+    return f'<tr><th scope="row">{swatches.get(label, "")}{escape(label)}</th>{data}</tr>'
+
+
+# Comparing runs
+
+
+def compared(columns: Sequence[Column]) -> tuple[list[Row], list[Row]]:
+    """Rows that differ between the columns, and (name, value) of those that do not."""
+    different: list[Row] = []
+    equal: list[Row] = []
+    for name in dict.fromkeys(name for column in columns for name in column):
+        values = [column.get(name, MISSING) for column in columns]
+        if len(set(values)) > 1:
+            different.append((name, *values))
+        else:
+            equal.append((name, values[0]))
+    return different, equal
+
+
+def settings_column(record: Record) -> Column:
+    """Everything that makes the run, the optimizer's own options among it."""
+    values = record.config.to_dict()
+    options: Mapping[str, Any] = values.pop("options")
+    column = {_words(name): setting(value) for name, value in {**values, **options}.items()}
+    return {**column, "data digest": record.data_digest[:12]}
+
+
+def environment_column(record: Record) -> Column:
+    values = {"folder": record.path.name, **record.environment}
+    return {_words(name): setting(value) for name, value in values.items()}
+
+
+def _words(name: str) -> str:
+    return str(name).replace("_", " ")

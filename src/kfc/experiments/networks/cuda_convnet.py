@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 Pooling = Literal["max", "average"]
@@ -37,20 +38,16 @@ class WithinMapNormalisation(nn.Module):
         return f"size={self.size}, scale={self.scale:g}"
 
     def forward(self, maps: Tensor) -> Tensor:
-        """(..., height, width) to the same."""
+        """(N, channels, height, width) to the same."""
         base = 1 + self.scale / self.size**2 * self._window_sums(maps.square())
         # base^-0.75 by square roots: a power takes five times as long.
         return maps * (base * base.sqrt()).rsqrt()
 
     def _window_sums(self, maps: Tensor) -> Tensor:
-        """Sums along columns, then along rows: much faster than pooling with stride 1."""
-        return self._band(maps.shape[-2], maps) @ maps @ self._band(maps.shape[-1], maps)
-
-    def _band(self, length: int, like: Tensor) -> Tensor:
-        """Ones where two positions share a window: (length, length)."""
-        reach = self.size // 2
-        ones = torch.ones(length, length, device=like.device, dtype=like.dtype)
-        return ones.tril(reach).triu(-reach)
+        """A convolution of each map by itself with ones: faster than pooling with stride 1."""
+        channels = maps.shape[-3]
+        ones = torch.ones(channels, 1, self.size, self.size, dtype=maps.dtype, device=maps.device)
+        return F.conv2d(maps, ones, padding=self.size // 2, groups=channels)
 
 
 def cuda_convnet(

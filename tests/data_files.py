@@ -1,0 +1,127 @@
+"""Small data sets in every official layout, written by other means than those that read them."""
+
+import gzip
+import io
+import json
+import pickle
+import struct
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from scipy.io import savemat
+
+from kfc.experiments.data.catalogue import CATALOGUE
+from kfc.experiments.data.forms import Entry
+from kfc.experiments.data.sets import Decoded, Split, content_digest
+
+BATCH = 4
+
+
+def random_set(shape: tuple[int, int, int], seed: int = 0) -> Decoded:
+    """20 training and 4 test examples: CIFAR-10's five batches and one."""
+    random = np.random.default_rng(seed)
+
+    def split(count: int) -> Split:
+        images = random.integers(0, 256, (count, *shape), dtype=np.uint8)
+        return Split(images, random.integers(0, 10, count))
+
+    return Decoded(split(5 * BATCH), split(BATCH))
+
+
+def small_entry(name: str, truth: Decoded, **changes: object) -> Entry:
+    """The catalogue's entry with the counts and, if it has one, the digest of the small set."""
+    entry = CATALOGUE[name]
+    digest = content_digest(truth) if entry.digest else None
+    sizes = {"train": len(truth.train), "test": len(truth.test)}
+    return replace(entry, digest=digest, **sizes, **changes)
+
+
+def cifar_batches(truth: Decoded) -> dict[str, Split]:
+    named = {}
+    for i in range(5):
+        part = slice(i * BATCH, (i + 1) * BATCH)
+        named[f"data_batch_{i + 1}"] = Split(truth.train.images[part], truth.train.labels[part])
+    return {**named, "test_batch": truth.test}
+
+
+def binary_files(truth: Decoded) -> dict[str, bytes]:
+    return {
+        f"{name}.bin": b"".join(
+            bytes([label]) + image.tobytes()
+            for image, label in zip(batch.images, batch.labels, strict=True)
+        )
+        for name, batch in cifar_batches(truth).items()
+    }
+
+
+def pickle_files(truth: Decoded) -> dict[str, bytes]:
+    return {
+        name: pickle.dumps(
+            {
+                b"batch_label": name.encode(),
+                b"labels": batch.labels.tolist(),
+                b"data": batch.images.reshape(len(batch), -1),
+            },
+            protocol=2,
+        )
+        for name, batch in cifar_batches(truth).items()
+    }
+
+
+def sheet_files(truth: Decoded) -> dict[str, bytes]:
+    files = {
+        "train_lables.json": json.dumps(truth.train.labels.tolist()).encode(),
+        "test_lables.json": json.dumps(truth.test.labels.tolist()).encode(),
+    }
+    for name, batch in cifar_batches(truth).items():
+        sheet = io.BytesIO()
+        Image.fromarray(batch.images.transpose(0, 2, 3, 1).reshape(-1, 1024, 3)).save(sheet, "PNG")
+        files[f"{name}.png"] = sheet.getvalue()
+    return files
+
+
+def idx_files(truth: Decoded) -> dict[str, bytes]:
+    files = {}
+    for prefix, split in (("train", truth.train), ("t10k", truth.test)):
+        count, _, height, width = split.images.shape
+        header = struct.pack(">4I", 0x803, count, height, width)
+        files[f"{prefix}-images-idx3-ubyte"] = header + split.images.tobytes()
+        labels = split.labels.astype(np.uint8).tobytes()
+        files[f"{prefix}-labels-idx1-ubyte"] = struct.pack(">2I", 0x801, count) + labels
+    return files
+
+
+def mat_files(truth: Decoded, *, compressed: bool = True) -> dict[str, bytes]:
+    files = {}
+    for prefix, split in (("train", truth.train), ("test", truth.test)):
+        file = io.BytesIO()
+        labels = np.where(split.labels == 0, 10, split.labels)[:, None].astype(np.uint8)
+        variables = {"X": split.images.transpose(2, 3, 1, 0), "y": labels}
+        savemat(file, variables, do_compression=compressed)
+        files[f"{prefix}_32x32.mat"] = file.getvalue()
+    return files
+
+
+def zipped(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {f"{name}.gz": gzip.compress(content) for name, content in files.items()}
+
+
+def tar(files: dict[str, bytes], root: str) -> bytes:
+    """A .tar.gz with the files in the folder ``root``."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as writer:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"{root}/{name}" if root else name)
+            member.size = len(content)
+            writer.addfile(member, io.BytesIO(content))
+    return archive.getvalue()
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder

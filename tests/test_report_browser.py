@@ -1,0 +1,211 @@
+"""The page as people see it: in a real browser, wide and narrow."""
+
+import os
+import shutil
+from contextlib import contextmanager
+
+import pytest
+
+from kfc.report.page import write_page
+from report_runs import make_run
+
+sync_api = pytest.importorskip("playwright.sync_api")
+
+NASTY = "<img src=x onerror=alert(1)>"
+WIDTHS = (1400, 400)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+QUIET = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+)
+CURVES = {"curve-train_loss", "curve-test_loss", "curve-train_error", "curve-test_error"}
+INSIDE_KFC = {
+    *("fisher-norm", "clip-factor"),
+    *("layers-pi", "layers-activation_trace", "layers-derivative_trace", "layers-block_trace"),
+}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        message = f"no browser: none of {', '.join(BROWSERS)} is installed"
+        if os.environ.get("KFC_REQUIRE_BROWSER") == "1":
+            pytest.fail(message)
+        pytest.skip(message)
+    with sync_api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=program, args=list(QUIET))
+        yield running
+        running.close()
+
+
+@contextmanager
+def opened(browser, path, width):
+    """The page at that width; in the end nothing may have gone wrong, or been fetched."""
+    faults = []
+    address = path.as_uri()
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    page.on("console", lambda message: faults.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("dialog", lambda dialog: faults.append(dialog.message))
+    page.on("request", lambda request: _note_request(request.url, address, faults))
+    page.goto(address)
+    yield page
+    page.close()
+    assert faults == []
+
+
+def _note_request(url, address, faults):
+    if url != address and not url.startswith("data:"):
+        faults.append(f"request of {url}")
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    """A grid of KFC, one of them diverged; SGD; a run with a name that wants to be an element."""
+    folder = tmp_path_factory.mktemp("comparison")
+    records = [
+        make_run(folder / "kfc", "KFC", "kfc", evaluations=30),
+        make_run(folder / "slow", "KFC", "kfc", lr=0.0003, pace=0.005, end="not chosen"),
+        make_run(folder / "lost", "KFC", "kfc", lr=1.0, evaluations=3, end="diverged"),
+        make_run(folder / "sgd", "SGD", "sgd", evaluations=40),
+        make_run(folder / "nasty", NASTY, "kfc", inverse="eigen", pace=0.01),
+    ]
+    page = folder / "report.html"
+    write_page(page, records, title=f"Report {NASTY}", introduction=NASTY)
+    return page
+
+
+@pytest.fixture(scope="module", params=WIDTHS)
+def page(browser, comparison, request):
+    """For tests that leave it as it is."""
+    with opened(browser, comparison, request.param) as page:
+        yield page
+
+
+@pytest.fixture
+def wide_page(browser, comparison):
+    """For tests that play with it."""
+    with opened(browser, comparison, max(WIDTHS)) as page:
+        yield page
+
+
+def figure_ids(page):
+    return set(page.eval_on_selector_all(".plot", "plots => plots.map(plot => plot.id)"))
+
+
+def undrawn(page):
+    """Figures without a line, a marker or a bar of some size."""
+    return page.evaluate("""() => [...document.querySelectorAll(".plot")].filter((plot) => {
+        const marks = plot.querySelectorAll(".trace path, .trace .point path");
+        return ![...marks].some((mark) => mark.getBoundingClientRect().width > 1);
+    }).map((plot) => plot.id)""")
+
+
+def page_width(page):
+    return page.evaluate("document.documentElement.scrollWidth")
+
+
+def axis_title(page, figure="curve-train_loss"):
+    return page.locator(f"#{figure} .xtitle").text_content()
+
+
+def test_every_figure_is_drawn_and_nothing_sticks_out(page):
+    assert figure_ids(page) == {*CURVES, *INSIDE_KFC, "sensitivity", "costs"}
+    assert undrawn(page) == []
+    assert page_width(page) <= page.viewport_size["width"]
+    assert page.locator("#costs .modebar-btn").count() == 4
+
+
+def test_hovering_names_the_run(page):
+    plot = page.locator("#curve-test_error")
+    plot.scroll_into_view_if_needed()
+    # The last trace is the one on top, of the run with the nasty name.
+    box = plot.locator(".scatterlayer .trace").last.locator(".point").last.bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.mouse.move(x - 3, y)
+    page.mouse.move(x, y)
+    label = plot.locator(".hovertext")
+    label.wait_for(timeout=3000)
+    assert NASTY in label.text_content()
+    assert "seconds of training" in label.text_content()
+
+
+def test_names_stay_text(page):
+    assert page.locator("img").count() == 0
+    assert page.locator("h1").text_content() == f"Report {NASTY}"
+    assert NASTY in page.locator("#summary").text_content()
+    assert page.locator("#costs .ytick").last.text_content() == "<img src=x on…"
+
+
+def test_an_error_of_zero_is_drawn_on_a_logarithmic_scale(page):
+    drawn, true = page.eval_on_selector(
+        "#curve-train_error",
+        """plot => { const kfc = plot.data.find((trace) => trace.name.startsWith("KFC"));
+                     return [Math.min(...kfc.y), Math.min(...kfc.customdata)]; }""",
+    )
+    assert true == 0 < drawn
+
+
+def test_controls_change_the_curves(wide_page):
+    page = wide_page
+    traces = page.locator("#curve-train_loss .scatterlayer .trace")
+    assert (axis_title(page), traces.count()) == ("seconds of training", 3)
+    page.get_by_label("epochs", exact=True).check()
+    assert axis_title(page) == "epochs"
+    page.keyboard.press("ArrowRight")
+    assert axis_title(page) == "updates"
+    page.get_by_label("both", exact=True).check()
+    assert traces.count() == 6
+    page.get_by_label("averaged", exact=True).check()
+    page.get_by_label("all learning rates").check()
+    assert traces.count() == 5
+    page.get_by_label("KFC", exact=True).uncheck()
+    assert traces.count() == 2
+    page.get_by_label("linear", exact=True).first.check()
+    kind = "plot => plot._fullLayout.yaxis.type"
+    assert page.eval_on_selector("#curve-train_loss", kind) == "linear"
+
+
+def test_layers_of_either_run_and_printing(wide_page):
+    updates = "plot => Math.max(...plot.data[0].x)"
+    assert wide_page.eval_on_selector("#layers-pi", updates) == 29 * 40
+    wide_page.get_by_label("Run", exact=True).select_option(label=NASTY)
+    assert wide_page.eval_on_selector("#layers-pi", updates) == 11 * 40
+
+    widths = 'plots => plots.map((plot) => plot.querySelector(".main-svg").clientWidth)'
+    before = wide_page.eval_on_selector_all(".plot", widths)
+    wide_page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert max(wide_page.eval_on_selector_all(".plot", widths)) <= 680
+    wide_page.evaluate("dispatchEvent(new Event('afterprint'))")
+    wide_page.wait_for_timeout(300)
+    assert wide_page.eval_on_selector_all(".plot", widths) == before
+
+
+def test_a_run_that_has_just_begun(browser, tmp_path):
+    record = make_run(tmp_path / "run", evaluations=1, end=None)
+    write_page(tmp_path / "page.html", [record], title="Begun")
+    with opened(browser, tmp_path / "page.html", 400) as page:
+        assert figure_ids(page) == CURVES | INSIDE_KFC
+        assert undrawn(page) == []
+        assert page_width(page) <= 400
+
+
+def test_twenty_runs_with_long_names_and_nothing_of_kfc(browser, tmp_path):
+    records = [
+        make_run(tmp_path / str(index), f"{index} {'long' * 12} name", "sgd", evaluations=index)
+        for index in range(20)
+    ]
+    write_page(tmp_path / "page.html", records, title="Many")
+    with opened(browser, tmp_path / "page.html", 400) as page:
+        assert figure_ids(page) == {*CURVES, "costs"}
+        assert undrawn(page) == []
+        assert page_width(page) <= 400
+
+
+def test_only_a_diverged_run(browser, tmp_path):
+    record = make_run(tmp_path / "run", "SGD", "sgd", evaluations=4, end="diverged")
+    write_page(tmp_path / "page.html", [record], title="Lost")
+    with opened(browser, tmp_path / "page.html", 1400) as page:
+        assert "SGD diverged at update 120" in page.locator("#summary").text_content()
+        assert undrawn(page) == []
