@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from typer.testing import CliRunner
+
+from kfc.cli import app
+
 
 def environment(**more: str) -> dict[str, str]:
     """One thread, and text that is not broken at the edge of a terminal."""
@@ -41,6 +45,14 @@ def start_kfc(*arguments: object) -> subprocess.Popen:
         text=True,
         env=environment(),
     )
+
+
+def kfc_here(*arguments: object) -> subprocess.CompletedProcess:
+    """The command in this process, for what a process of its own would take seconds to refuse."""
+    result = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "200"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return subprocess.CompletedProcess(arguments, result.exit_code, result.output, "")
 
 
 def assert_clear_error(done: subprocess.CompletedProcess, code: int, *words: str) -> None:

@@ -5,10 +5,10 @@ import signal
 import time
 
 import pytest
-from commands import assert_clear_error, kfc, start_kfc
-from test_training import assert_same_state, checkpoint
 
+from commands import assert_clear_error, kfc, start_kfc
 from kfc.experiments.runs import read_record
+from test_training import assert_same_state, checkpoint
 
 SETTINGS = (
     *("--data", "digits", "--net", "digits", "--epochs", "8", "--batch-size", "32"),

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
+from kfc.cli.screen import clear_errors, console, say
 from kfc.experiments.data.catalogue import CATALOGUE, NAMES
 from kfc.experiments.data.forms import Entry
 from kfc.experiments.data.loading import (
@@ -21,13 +19,10 @@ from kfc.experiments.data.loading import (
     load,
     whereabouts,
 )
-from kfc.experiments.data.sets import DataError
 
 data_app = typer.Typer(
     help="Data sets: what there is, fetching it, checking it.", no_args_is_help=True
 )
-output = Console(soft_wrap=True, highlight=False)
-errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def known_name(name: str) -> str:
@@ -56,16 +51,6 @@ DataDir = Annotated[
 ]
 
 
-@contextmanager
-def reporting_data_errors() -> Iterator[None]:
-    """What is wrong with data or disk is for the user to read: its message, and exit code 1."""
-    try:
-        yield
-    except (DataError, OSError) as error:
-        errors.print(str(error), style="red", markup=False)
-        raise typer.Exit(code=1) from error
-
-
 @data_app.command("list")
 def list_sets(data_dir: DataDir = None) -> None:
     """Show the data sets, and what of them is on this machine.
@@ -82,10 +67,10 @@ def list_sets(data_dir: DataDir = None) -> None:
     )
     for title in ("name", "train+test", "shape", "decoded", "here", "sources"):
         table.add_column(title)
-    with reporting_data_errors():
+    with clear_errors():
         for entry in CATALOGUE.values():
             table.add_row(*_row(entry, folder))
-    Console(highlight=False).print(table)
+    console.print(table, highlight=False)
 
 
 def _row(entry: Entry, folder: Path) -> tuple[str, ...]:
@@ -110,10 +95,10 @@ def get(name: Name, data_dir: DataDir = None) -> None:
     Example: kfc data get cifar10
     """
     folder = data_folder(data_dir)
-    with reporting_data_errors():
+    with clear_errors():
         dataset = load(name, folder)
     counts = f"{len(dataset.train):,} training and {len(dataset.test):,} test examples"
-    output.print(f"{name}: {counts}, sha256 {dataset.digest}")
+    say(f"{name}: {counts}, sha256 {dataset.digest}")
 
 
 @data_app.command()
@@ -122,11 +107,11 @@ def check(name: Name, data_dir: DataDir = None) -> None:
 
     Example: kfc data check cifar10
     """
-    with reporting_data_errors():
+    with clear_errors():
         findings = list(check_entry(CATALOGUE[name], data_folder(data_dir)))
     for finding in findings:
         mark, style = ("ok", "green") if finding.passed else ("wrong", "red")
-        output.print(f"{mark}  {name}: {finding.text}", style=style, markup=False)
+        say(f"{mark}  {name}: {finding.text}", style=style)
     if not all(finding.passed for finding in findings):
         raise typer.Exit(code=1)
 

@@ -33,15 +33,15 @@ def clear_errors() -> Iterator[None]:
         yield
     except (ConfigError, NetworkError) as error:
         fail(str(error), USAGE)
-    except (DataError, RunError) as error:
+    except (DataError, RunError, OSError) as error:
         fail(str(error), FAILED)
     except KeyboardInterrupt:
         fail("interrupted", INTERRUPTED)
 
 
-def say(message: str) -> None:
+def say(message: str, style: str | None = None) -> None:
     """Plain text, unbroken so that paths can be copied."""
-    console.print(escape(message), soft_wrap=True, highlight=False)
+    console.print(message, style=style, markup=False, soft_wrap=True, highlight=False)
 
 
 def fail(message: str, code: int) -> None:

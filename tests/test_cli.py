@@ -1,0 +1,182 @@
+"""The command line: every command with good and bad arguments, through real processes."""
+
+import json
+import re
+
+import pytest
+
+import kfc as package
+from commands import assert_clear_error, kfc, kfc_here
+from kfc.experiments.runs import read_record
+
+SMALL = ("--data", "digits", "--epochs", "1", "--threads", "1")
+PROGRAM = "import sys; sys.argv[0] = 'kfc'; from kfc.cli import app; app(prog_name='kfc')"
+COMMANDS = ["demo", "train", "compare", "report", "bench", "data", "data list", "data get"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "run"
+    done = kfc("train", *SMALL, "--batch-size", "64", "--out", path)
+    assert done.returncode == 0, done.stderr
+    return path, done
+
+
+def test_version_and_help():
+    assert kfc("--version").stdout.strip() == f"kfc {package.__version__}"
+    assert kfc("--help").returncode == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command):
+    done = kfc_here(*command.split(), "--help")
+    assert done.returncode == 0
+    if command != "data":  # a group of commands that have their own
+        assert re.search(rf"Examples?:\s+.*(kfc {command}|make bench)", done.stdout, re.S)
+
+
+def test_bench_points_to_the_benchmark():
+    done = kfc_here("bench")
+    assert done.returncode == 0
+    assert "make bench" in done.stdout
+
+
+def test_completion_can_be_shown():
+    done = kfc(
+        "--show-completion",
+        "bash",
+        SHELL="/bin/bash",
+        _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1",
+    )
+    assert done.returncode == 0
+    assert "_KFC_COMPLETE" in done.stdout or "complete" in done.stdout
+
+
+def test_unknown_commands_and_options():
+    assert_clear_error(kfc("trian"), 2, "No such command")
+    assert_clear_error(kfc_here("train", "--rate", "3"), 2, "No such option")
+
+
+# train
+
+
+def test_train_leaves_a_complete_folder(run):
+    path, done = run
+    assert f"kfc report {path}" in done.stdout
+    assert "epoch 1, update 22" in done.stdout
+    record = read_record(path)
+    assert record.end["reason"] == "epochs"
+    assert record.config.batch_size == 64
+    assert (path / "checkpoint.pt").exists()
+    header = json.loads((path / "config.json").read_text())
+    assert header["data_digest"]
+
+
+def test_train_takes_the_users_own_network(tmp_path):
+    (tmp_path / "mynets.py").write_text(
+        "from torch import nn\n"
+        "def small():\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.Tanh(), nn.Linear(20, 10))\n"
+    )
+    done = kfc("train", *SMALL, "--net", "mynets:small", "--optimizer", "sgd", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "digits-mynets-small-sgd" / "config.json").exists()
+
+
+def test_a_second_run_gets_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert kfc_here("train", *SMALL, "--updates", "1", "--optimizer", "adam").returncode == 0
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == [
+        "digits-digits-adam",
+        "digits-digits-adam-2",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:kfc")
+def test_divergence_has_its_own_exit_code_and_a_diagnosis(tmp_path):
+    arguments = (*SMALL, "--epochs", "20", "--optimizer", "sgd", "--lr", "1e20")
+    done = kfc("train", *arguments, "--out", tmp_path / "run")
+    assert_clear_error(done, 3, "diverged", "not finite", "try a smaller --lr")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ([], 2, "name a data set"),
+        (["--data", "imagenet"], 2, "data must be one of"),
+        (["--data", "digits", "--optimizer", "lion"], 2, "there are kfc, sgd, adam"),
+        (["--data", "digits", "--net", "lenet"], 2, "no network 'lenet'"),
+        (["--data", "digits", "--net", "cuda-convnet"], 2, "32x32"),
+        (["--data", "digits", "--net", "nowhere:net"], 2, "could not be imported"),
+        (["--data", "digits", "--init", "paper"], 2, "no initialisation 'paper'"),
+        (["--data", "digits", "--lr", "fast"], 2, "Invalid value for"),
+        (["--data", "digits", "--lr", "0"], 2, "lr must be"),
+        (["--data", "digits", "--optimizer", "sgd", "--damping", "1"], 2, "nothing that sgd has"),
+        (["--data", "digits", "--weight-decay", "some"], 2, 'neither a number nor "paper"'),
+        (["--data", "digits", "--time", "3 days"], 2, "not a time"),
+        (["--data", "digits", "--batch-size", "5000"], 2, "more than the 1438 examples"),
+        (["--data", "digits", "--device", "cuda:9"], 2, "device"),
+        (["--data", "digits", "--fisher", "guess"], 2, "fisher"),
+        (["--data", "digits", "--out", "/proc/nowhere/run"], 1, "cannot be written"),
+        (["--data", "mnist", "--data-dir", "/proc/nowhere"], 1, "mnist"),
+        (["--resume", "nowhere"], 1, "is not a run"),
+        (["--resume", "nowhere", "--lr", "0.1"], 2, "keeps its settings; --lr"),
+    ],
+)
+def test_wrong_arguments_of_train(tmp_path, monkeypatch, arguments, code, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")  # no npm
+    assert_clear_error(kfc_here("train", *arguments), code, words)
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_a_run_is_not_overwritten(run):
+    path, _ = run
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    assert_clear_error(kfc("train", *SMALL, "--out", path), 1, "never overwritten", "--resume")
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
+# report
+
+
+def test_report_writes_a_page(run, tmp_path):
+    path, _ = run
+    done = kfc("report", path, "-o", tmp_path / "page" / "report.html", "--train-error", "50")
+    assert done.returncode == 0, done.stderr
+    assert "50% training error" in done.stdout
+    assert "<html" in (tmp_path / "page" / "report.html").read_text()
+
+
+def test_wrong_arguments_of_report(run, tmp_path):
+    path, _ = run
+    assert_clear_error(kfc("report"), 2, "Missing argument")
+    for arguments, code, words in [
+        ([tmp_path], 1, "is not a run"),
+        ([path, "-o", tmp_path], 2, "is a folder"),
+        ([path, "-o", "/proc/nowhere/page.html"], 1, "could not be written"),
+        ([path, "--baseline", "nobody"], 2, "no run is named"),
+        ([path, "--train-error", "low"], 2, "Invalid value for"),
+    ]:
+        assert_clear_error(kfc_here("report", *arguments), code, words)
+
+
+# demo
+
+
+def test_demo_prints_tables_and_writes_a_page(tmp_path):
+    done = kfc("demo", "--epochs", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for word in ("SGD", "Adam", "KFC", "epochs", "updates", "seconds", "training error"):
+        assert word in done.stdout
+    page = (tmp_path / "runs" / "demo" / "report.html").read_text()
+    assert "<script src=" not in page, "the page must not need a network"
+    again = kfc("demo", "--epochs", "1", cwd=tmp_path)
+    assert again.returncode == 0
+    assert (tmp_path / "runs" / "demo-2" / "report.html").exists()
+
+
+def test_wrong_arguments_of_demo(tmp_path):
+    assert_clear_error(kfc("demo", "--epochs", "0"), 2, "epochs must be")
+    assert_clear_error(kfc_here("demo", "--out", tmp_path), 1, "never overwritten")

@@ -1,0 +1,249 @@
+"""Comparisons: what they read, how the runs take turns, which learning rate goes on."""
+
+from itertools import pairwise
+
+import pytest
+
+from commands import assert_clear_error, kfc, kfc_here
+from kfc.experiments.comparison import (
+    Contest,
+    make_comparison,
+    preset_names,
+    read_comparison,
+    read_specification,
+    write_specification,
+)
+from kfc.experiments.config import ConfigError
+from kfc.experiments.data import load
+from kfc.experiments.runs import RunError, read_record
+
+SMALL = {
+    "title": "Small",
+    "slice_seconds": 0.02,
+    "tuning_seconds": 0.1,
+    "settings": {"data": "digits", "epochs": 3, "batch_size": 128, "threads": 1},
+    "methods": {"SGD": {"optimizer": "sgd", "lr": 0.03}, "KFC": {"optimizer": "kfc"}},
+}
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load("digits")
+
+
+def small(**changes):
+    return make_comparison({**SMALL, **changes})
+
+
+def run(comparison, folder, data, on_row=lambda contender, row: None, **more):
+    contest = Contest(comparison, folder, data, on_row, **more)
+    contest.run()
+    return contest
+
+
+# Reading
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_are_complete(name, quick):
+    if quick and name == "demo":
+        with pytest.raises(ConfigError, match="no \\[quick\\] part"):
+            read_comparison(name, quick=True, wishes={})
+        return
+    comparison = read_comparison(name, quick=quick, wishes={})
+    configs = [config for runs in comparison.candidates().values() for config in runs]
+    assert any(config.optimizer == "kfc" for config in configs)
+    assert any(config.optimizer == "sgd" for config in configs)
+    assert len({config.seed for config in configs}) == 1
+    if quick:
+        # Ten minutes in all: no learning rates to try, and time for evaluations.
+        assert len(configs) == len(comparison.methods)
+        assert sum(config.seconds for config in configs) <= 480
+    assert comparison.train_errors
+    assert comparison.test_errors
+
+
+def test_there_is_a_preset_for_every_figure():
+    assert {"demo", "figure3-cifar10", "figure3-svhn", "figure4", "figure5", "modern"} <= set(
+        preset_names()
+    )
+    assert all(
+        config.batch_size == 4096
+        for configs in read_comparison("figure5", quick=False, wishes={}).candidates().values()
+        for config in configs
+    )
+
+
+def test_wishes_go_before_all_else():
+    comparison = read_comparison("demo", quick=False, wishes={"epochs": 2.0, "seed": 7})
+    for configs in comparison.candidates().values():
+        assert configs[0].epochs == 2
+        assert configs[0].seed == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"typo": 1}, "unknown: typo"),
+        ({"methods": {}}, "needs methods"),
+        ({"methods": {"SGD": 3}}, "must be tables"),
+        ({"methods": {"SGD": {"optimizer": "sgd", "lr": []}}}, "empty list"),
+        ({"methods": {"SGD": {"optimizer": "sgd", "damping": 1}}}, "method SGD: damping"),
+        ({"baseline": "Adam"}, "no method 'Adam'"),
+        ({"slice_seconds": 0}, "slice_seconds"),
+        ({"train_errors": [120]}, "an error to reach"),
+        ({"settings": {"data": "nothing"}}, "data must be one of"),
+    ],
+)
+def test_bad_comparisons_are_named(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        small(**changes)
+
+
+def test_methods_may_not_share_a_folder(digits, tmp_path):
+    methods = {"a b": {"optimizer": "sgd"}, "a-b": {"optimizer": "sgd"}}
+    with pytest.raises(ConfigError, match="must differ"):
+        Contest(small(methods=methods), tmp_path, digits, lambda contender, row: None)
+
+
+# Running
+
+
+def test_runs_take_turns_from_the_same_start(digits, tmp_path):
+    turns = []
+    contest = run(
+        small(settings={**SMALL["settings"], "log_period": 1}),
+        tmp_path,
+        digits,
+        on_row=lambda contender, row: turns.append(contender.method),
+    )
+    changes = sum(a != b for a, b in pairwise(turns))
+    assert changes > 6, "they did not take turns"
+    sgd, ours = contest.records()
+    assert (sgd.name, ours.name) == ("SGD", "KFC")
+    first = [record.evaluations[0]["train_loss"] for record in (sgd, ours)]
+    assert first[0] == first[1], "they start from the same weights"
+    assert sgd.end["reason"] == ours.end["reason"] == "epochs"
+
+
+def test_the_learning_rate_with_the_lowest_loss_goes_on(digits, tmp_path):
+    methods = {"SGD": {"optimizer": "sgd", "lr": [1e-5, 0.1, 1e-4]}, "KFC": {"optimizer": "kfc"}}
+    comparison = small(methods=methods, tuning_seconds=0.01, slice_seconds=0.004)
+    contest = run(comparison, tmp_path, digits)
+    ends = {(r.name, r.config.lr): r.end["reason"] for r in contest.records()}
+    assert ends == {
+        ("SGD", 1e-5): "not chosen",
+        ("SGD", 0.1): "epochs",
+        ("SGD", 1e-4): "not chosen",
+        ("KFC", 0.003): "epochs",
+    }
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:kfc")
+def test_a_rate_that_diverges_is_not_chosen(digits, tmp_path):
+    methods = {"SGD": {"optimizer": "sgd", "lr": [1e18, 0.1]}}
+    contest = run(small(methods=methods), tmp_path, digits)
+    ends = {r.config.lr: r.end["reason"] for r in contest.records()}
+    assert ends == {1e18: "diverged", 0.1: "epochs"}
+
+
+def test_runs_end_at_their_goals(digits, tmp_path):
+    settings = {**SMALL["settings"], "epochs": 200, "evaluation_period": 0.5}
+    comparison = small(settings=settings, train_errors=[50.0, 10.0], stop_at_goals=True)
+    for record in run(comparison, tmp_path, digits).records():
+        assert record.end["reason"] == "targets"
+        assert record.evaluations[-1]["averaged_train_error"] <= 10
+        assert record.end["epoch"] < 100
+
+
+def test_an_interrupted_comparison_goes_on_to_the_same_end(digits, tmp_path):
+    methods = {"SGD": {"optimizer": "sgd", "lr": [1e-7, 0.05]}, "KFC": {"optimizer": "kfc"}}
+    comparison = small(methods=methods, tuning_seconds=0.01, slice_seconds=0.004)
+    whole = run(comparison, tmp_path / "whole", digits).records()
+    finished, patience, interruptions = False, 5, 0
+    while not finished:
+        rows = []
+        contest = Contest(
+            comparison,
+            tmp_path / "parts",
+            digits,
+            lambda contender, row, rows=rows: rows.append(row),
+            interrupted=lambda rows=rows, patience=patience: len(rows) >= patience,
+        )
+        finished = contest.run()
+        patience += 3
+        interruptions += not finished
+    assert interruptions > 1
+    for mine, theirs in zip(contest.records(), whole, strict=True):
+        if theirs.end["reason"] == "not chosen":  # how far it came is a matter of time
+            assert mine.end["reason"] == "not chosen"
+            continue
+        mine_last, theirs_last = mine.evaluations[-1], theirs.evaluations[-1]
+        assert mine.end["reason"] == theirs.end["reason"]
+        for key in ("update", "train_loss", "test_loss", "averaged_train_loss"):
+            assert mine_last[key] == theirs_last[key]
+
+
+def test_a_comparison_is_what_was_written(tmp_path):
+    comparison = small(train_errors=[5.0])
+    write_specification(tmp_path / "new", comparison)
+    assert read_specification(tmp_path / "new").candidates() == comparison.candidates()
+    with pytest.raises(RunError, match="never overwritten"):
+        write_specification(tmp_path / "new", comparison)
+    (tmp_path / "new" / "comparison.json").write_text("{")
+    with pytest.raises(RunError, match="not the folder of a comparison"):
+        read_specification(tmp_path / "new")
+
+
+# The command
+
+
+TOML = """
+title = "Mine <b>"
+slice_seconds = 0.05
+train_errors = [20]
+[settings]
+data = "digits"
+epochs = 2
+threads = 1
+batch_size = 128
+[methods.SGD]
+optimizer = "sgd"
+lr = 0.05
+[methods.KFC]
+optimizer = "kfc"
+"""
+
+
+def test_compare_ends_with_tables_and_a_page(tmp_path):
+    (tmp_path / "mine.toml").write_text(TOML)
+    done = kfc("compare", "mine.toml", "--out", "result", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("SGD", "KFC", "20% training error", "updates", "seconds"):
+        assert words in done.stdout
+    page = (tmp_path / "result" / "report.html").read_text()
+    assert "Mine &lt;b&gt;" in page
+    assert read_record(tmp_path / "result" / "kfc-lr0.003").end["reason"] == "epochs"
+    again = kfc("compare", "--resume", "result", cwd=tmp_path)
+    assert again.returncode == 0, "a finished comparison can be shown again"
+    assert "20% training error" in again.stdout
+
+
+def test_wrong_arguments_of_compare(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.toml").write_text("title = ")
+    (tmp_path / "mine.toml").write_text(TOML)
+    (tmp_path / "there").mkdir()
+    assert_clear_error(kfc("compare", "figure9", cwd=tmp_path), 2, "no preset 'figure9'")
+    for arguments, code, words in [
+        ([], 2, "name a preset"),
+        (["missing.toml"], 2, "cannot be read"),
+        (["broken.toml"], 2, "not valid TOML"),
+        (["mine.toml", "--quick"], 2, "no [quick] part"),
+        (["mine.toml", "--time", "soon"], 2, "not a time"),
+        (["mine.toml", "--out", "there"], 1, "never overwritten"),
+        (["--resume", "there"], 1, "not the folder of a comparison"),
+        (["mine.toml", "--resume", "there"], 2, "keeps its settings"),
+    ]:
+        assert_clear_error(kfc_here("compare", *arguments), code, words)

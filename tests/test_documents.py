@@ -1,0 +1,48 @@
+"""What the documents show runs as written."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import kfc
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/index.md", "docs/layers.md"])
+def test_snippets_in_the_documents_run(document):
+    """As written, one after the other, on a model and a loader."""
+    names = {
+        "model": torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 10)
+        ),
+        "loader": [(torch.randn(8, 3, 8, 8), torch.randint(10, (8,))) for _ in range(3)],
+        "evaluate": lambda model: None,
+    }
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.S)
+    assert snippets
+    for index, snippet in enumerate(snippets):
+        exec(compile(snippet, f"{document}, snippet {index}", "exec"), names)
+
+
+def test_the_documented_layer_has_the_right_factors():
+    """The worked example of docs/layers.md, against the layer's own Jacobian."""
+    names: dict = {}
+    text = (ROOT / "docs/layers.md").read_text()
+    exec(re.findall(r"```python\n(.*?)```", text, re.S)[0], names)
+    layer = names["model"][1].double()
+    inputs = torch.randn(5, 64, dtype=torch.float64)
+    preconditioner = kfc.Preconditioner(names["model"])
+    names["model"](inputs).sum().backward()
+    preconditioner.step()
+    row_of = torch.func.jacrev(
+        lambda weight, bias: torch.func.functional_call(
+            layer, {"weight": weight, "bias": bias}, (inputs,)
+        )[:, 0],
+        argnums=(0, 1),
+    )
+    weight, bias = row_of(layer.weight.detach(), layer.bias.detach())
+    rows = torch.cat([bias[:, :1], weight[:, 0]], dim=1)
+    torch.testing.assert_close(preconditioner.factors["1"].activation, rows.T @ rows / 5)
