@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +40,7 @@ def report(
     with clear_errors():
         if out.is_dir():
             raise typer.BadParameter(f"{out} is a folder; name a file", param_hint="--out")
-        records = [record for path in runs for record in records_in(path)]
+        records = with_distinct_names([records_in(path) for path in runs])
         comparison = next(
             (read_specification(p) for p in runs if (p / SPECIFICATION).exists()), None
         )
@@ -77,6 +78,18 @@ def records_in(path: Path) -> list[Record]:
         raise RunError(f"{path} has no runs yet")
     order = list(read_specification(path).methods)
     return sorted(found, key=lambda record: (order.index(record.name), record.config.lr))
+
+
+def with_distinct_names(found: list[list[Record]]) -> list[Record]:
+    """One list of all. What shares a name shares a curve, so only a comparison's runs may."""
+    owners: dict[str, int] = {}
+    records = []
+    for index, group in enumerate(found):
+        for record in group:
+            if owners.setdefault(record.name, index) != index:
+                record = replace(record, name=f"{record.name} ({record.path})")
+            records.append(record)
+    return records
 
 
 def publish(

@@ -175,7 +175,7 @@ def _run(path: Path, config: RunConfig, data_dir: Path | None, folder: RunFolder
         task = progress.add_task(escape(config.optimizer), total=1.0, state="")
         show = _Display(progress, task, config)
         if folder is None:
-            trainer = Trainer.start(path, config, dataset, name=config.optimizer, on_row=show)
+            trainer = Trainer.start(path, config, dataset, name=path.name, on_row=show)
         else:
             trainer = Trainer.resume(folder, dataset, on_row=show)
         try:
