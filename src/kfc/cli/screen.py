@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.requested = False
+        self._process = os.getpid()
 
     def __call__(self) -> bool:
         return self.requested
@@ -70,6 +72,8 @@ class Interruption:
             signal.signal(number, handler)
 
     def _request(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a worker that prepares batches: it ends with the run
+            return
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True

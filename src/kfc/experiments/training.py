@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -104,7 +104,7 @@ class Trainer:
         self.end: Row | None = None
         self.last_evaluation: Row = {}
         self._on_row = on_row
-        self._random = _random_state(parts.device, folder.config.seed)
+        self._random = _seeded_random_state(parts.device, folder.config.seed)
         self._working = False
         self._stream: Iterator[tuple[Tensor, Tensor]] | None = None
         self._costs = _Costs(parts.optimizer)
@@ -358,8 +358,7 @@ class Trainer:
         """With the run's own threads and random state, whatever ran in between."""
         torch.set_num_threads(self.folder.config.threads)
         device = self.parts.device
-        others = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(devices=others, device_type=device.type if others else "cuda"):
+        with _forked_random_state(device):
             _set_random_state(self._random, device)
             self._working = True
             try:
@@ -424,20 +423,27 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _random_state(device: torch.device, seed: int) -> list[Tensor]:
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+# Random states: the CPU's, and a CUDA device's; of other accelerators nothing is kept.
+
+
+def _forked_random_state(device: torch.device) -> AbstractContextManager[None]:
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def _seeded_random_state(device: torch.device, seed: int) -> list[Tensor]:
+    with _forked_random_state(device):
         torch.manual_seed(seed)
         return _get_random_state(device)
 
 
 def _get_random_state(device: torch.device) -> list[Tensor]:
     states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
     return states
 
 
 def _set_random_state(states: list[Tensor], device: torch.device) -> None:
     torch.set_rng_state(states[0])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[1], device)
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
