@@ -6,7 +6,6 @@ import pytest
 
 from commands import assert_clear_error, kfc, kfc_here
 from kfc.experiments.comparison import (
-    Contest,
     make_comparison,
     preset_names,
     read_comparison,
@@ -14,6 +13,7 @@ from kfc.experiments.comparison import (
     write_specification,
 )
 from kfc.experiments.config import ConfigError
+from kfc.experiments.contest import Contest
 from kfc.experiments.data import load
 from kfc.experiments.runs import RunError, read_record
 

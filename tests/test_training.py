@@ -13,8 +13,9 @@ from kfc.experiments.data import Inputs, load
 from kfc.experiments.evaluation import Examples, evaluate
 from kfc.experiments.networks import build
 from kfc.experiments.optimizers import OPTIMIZERS, Wishes, as_matrix, make_optimizer
+from kfc.experiments.parts import Parts, weight_costs
 from kfc.experiments.runs import RunError, RunFolder, read_record
-from kfc.experiments.training import Parts, Trainer, weight_costs
+from kfc.experiments.training import Trainer
 
 
 @pytest.fixture(scope="module")

@@ -25,13 +25,12 @@ from kfc.cli.screen import (
 from kfc.cli.train import part_done
 from kfc.experiments.comparison import (
     Comparison,
-    Contender,
-    Contest,
     preset_names,
     read_comparison,
     read_specification,
     write_specification,
 )
+from kfc.experiments.contest import Contender, Contest
 from kfc.experiments.data import load
 from kfc.experiments.training import Row
 

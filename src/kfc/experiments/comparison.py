@@ -1,10 +1,10 @@
-"""Several optimizers on one problem: what is compared, and the runs that take turns."""
+"""Several optimizers on one problem: what is compared."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
 from importlib.util import find_spec
@@ -13,9 +13,7 @@ from typing import Any
 
 from kfc.checks import require_number
 from kfc.experiments.config import ConfigError, RunConfig, make_config
-from kfc.experiments.data import Dataset
-from kfc.experiments.runs import Record, RunError, RunFolder, read_record, write_json
-from kfc.experiments.training import Row, Trainer
+from kfc.experiments.runs import RunError, write_json
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -175,158 +173,7 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-# Running
-
-
-class Contender:
-    """One run of a comparison: in its folder, and while it goes on also in memory."""
-
-    def __init__(self, method: str, config: RunConfig, path: Path) -> None:
-        self.method = method
-        self.config = config
-        self.path = path
-        self.trainer: Trainer | None = None
-
-    def start(self, data: Dataset, on_row: Callable[[Row], None]) -> None:
-        """Begin, or go on; a run that has ended stays as it is."""
-        if not self.path.exists():
-            self.trainer = Trainer.start(
-                self.path, self.config, data, name=self.method, on_row=on_row
-            )
-        elif self.record().end is None:
-            self.trainer = Trainer.resume(RunFolder.open(self.path), data, on_row=on_row)
-
-    def record(self) -> Record:
-        return read_record(self.path)
-
-    def advance(self, seconds: float, interrupted: Callable[[], bool]) -> None:
-        if self.trainer is not None and not self.trainer.advance(seconds, interrupted):
-            self.close()
-
-    def finish(self, reason: str) -> None:
-        if self.trainer is not None:
-            self.trainer.finish(reason)
-            self.close()
-
-    def close(self) -> None:
-        if self.trainer is not None:
-            self.trainer.close()
-        self.trainer = None
-
-
-class Contest:
-    """Runs a comparison in a folder, from the beginning or from where it was interrupted.
-
-    Args:
-        on_row: called with the contender and every row of its metrics.
-    """
-
-    def __init__(
-        self,
-        comparison: Comparison,
-        folder: Path,
-        data: Dataset,
-        on_row: Callable[[Contender, Row], None],
-        interrupted: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.comparison = comparison
-        self.folder = folder
-        self._data = data
-        self._on_row = on_row
-        self._interrupted = interrupted
-        self.contenders = [
-            Contender(method, config, folder / _folder_name(method, config))
-            for method, configs in comparison.candidates().items()
-            for config in configs
-        ]
-        names = [contender.path.name for contender in self.contenders]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"methods and learning rates must differ: {', '.join(names)}")
-
-    def run(self) -> bool:
-        """To the end, or until interrupted; whether it is the end."""
-        try:
-            for contender in self.contenders:
-                if not self._interrupted():
-                    contender.start(self._data, lambda row, c=contender: self._on_row(c, row))  # type: ignore[misc]
-            self._tune()
-            self._take_turns(self.contenders, until=self._has_reached_goals)
-            for contender in self.contenders:
-                self._leave(contender)
-        finally:
-            for contender in self.contenders:
-                contender.close()
-        return not self._interrupted()
-
-    def records(self) -> list[Record]:
-        return [contender.record() for contender in self.contenders if contender.path.exists()]
-
-    def _tune(self) -> None:
-        """Try every learning rate of methods that have several, and let the best one go on."""
-        undecided = [
-            running
-            for method in self.comparison.methods
-            if len(running := [c for c in self.contenders if c.method == method and c.trainer]) > 1
-        ]
-        trying = [contender for running in undecided for contender in running]
-        self._take_turns(trying, until=self._was_tried)
-        if self._interrupted():
-            return
-        for running in undecided:
-            alive = [contender for contender in running if contender.trainer is not None]
-            best = min(alive, key=_training_loss, default=None)
-            for contender in alive:
-                if contender is not best:
-                    contender.finish("not chosen")
-
-    def _take_turns(
-        self, contenders: Sequence[Contender], until: Callable[[Contender], bool]
-    ) -> None:
-        """A slice each, round after round, so that whatever slows the machine slows all alike."""
-        while turn := [c for c in contenders if c.trainer is not None and not until(c)]:
-            for contender in turn:
-                contender.advance(self.comparison.slice_seconds, self._interrupted)
-                if self._interrupted():
-                    return
-
-    def _was_tried(self, contender: Contender) -> bool:
-        trainer = contender.trainer
-        return trainer is None or trainer.seconds >= self.comparison.tuning_seconds
-
-    def _has_reached_goals(self, contender: Contender) -> bool:
-        goals = {"train": self.comparison.train_errors, "test": self.comparison.test_errors}
-        if not self.comparison.stop_at_goals or not any(goals.values()):
-            return False
-        rows = contender.record().evaluations
-        return all(
-            any(is_at_most(row[f"averaged_{kind}_error"], min(errors)) for row in rows)
-            for kind, errors in goals.items()
-            if errors
-        )
-
-    def _leave(self, contender: Contender) -> None:
-        """Save a run that was interrupted; end one that has nothing left to reach."""
-        if contender.trainer is None:
-            return
-        if self._interrupted():
-            contender.trainer.save()
-        else:
-            contender.finish("targets")
-
-
-def is_at_most(error: float | None, goal: float) -> bool:
-    return error is not None and error <= goal
-
-
-def _training_loss(contender: Contender) -> float:
-    assert contender.trainer is not None
-    loss = float(contender.trainer.evaluate_now()["averaged_train_loss"])
-    return loss if loss == loss else float("inf")
-
-
-def _folder_name(method: str, config: RunConfig) -> str:
-    plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in method.lower())
-    return f"{plain}-lr{config.lr:g}"
+# In a folder
 
 
 def write_specification(folder: Path, comparison: Comparison) -> None:

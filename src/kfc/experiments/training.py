@@ -4,81 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from kfc.budget import now
-from kfc.experiments.averages import Averages
-from kfc.experiments.config import PAPER, ConfigError, RunConfig
-from kfc.experiments.data import Batches, Dataset, Inputs, Split
+from kfc.experiments.config import RunConfig
+from kfc.experiments.costs import Costs
+from kfc.experiments.data import Dataset
 from kfc.experiments.diagnosis import diagnose
-from kfc.experiments.evaluation import Examples, channels_last, evaluate
-from kfc.experiments.networks import NETWORKS, build
-from kfc.experiments.optimizers import Wishes, make_optimizer
+from kfc.experiments.evaluation import channels_last, evaluate
+from kfc.experiments.parts import Parts
+from kfc.experiments.randomness import (
+    forked_random_state,
+    get_random_state,
+    seeded_random_state,
+    set_random_state,
+)
 from kfc.experiments.runs import RunError, RunFolder
 from kfc.optimizers.base import CurvatureOptimizer
 
 Row = dict[str, Any]
-
-PAPER_AVERAGING_EXAMPLES = 50_000
-
-
-class Parts:
-    """What a run works with, made from its config alone.
-
-    Raises:
-        ConfigError, DataError, NetworkError: before anything is written.
-    """
-
-    def __init__(self, config: RunConfig, data: Dataset) -> None:
-        self.device = _device(config.device)
-        self.inputs = getattr(Inputs, config.inputs)(data.train)
-        image = data.train.images.shape[1:]
-        model = build(
-            config.net, image=image, classes=data.classes, init=config.init, seed=config.seed
-        )
-        # nn.Module.to has no overload for a memory format alone.
-        self.model: nn.Module = model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.model.train()
-        try:
-            self.batches = Batches(
-                data.train,
-                self.inputs,
-                config.batch_size,
-                config.seed,
-                workers=config.workers,
-                examples=config.train_examples,
-            )
-            wishes = Wishes(config.lr, weight_costs(config, model), config.options, config.seed)
-            self.optimizer = make_optimizer(config.optimizer, self.model, wishes)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(str(error)) from error
-        epoch = len(self.batches) * config.batch_size
-        averaged = config.averaging_examples or min(epoch, PAPER_AVERAGING_EXAMPLES)
-        self.averages = Averages(self.model, averaged / config.batch_size)
-        used = config.train_examples, config.evaluation_examples
-        self.train = self._examples(data.train, *used)
-        self.test = self._examples(data.test, config.evaluation_examples)
-
-    def _examples(self, split: Split, *limits: int | None) -> Examples:
-        """The first of a split, as many as the limits allow."""
-        count = min([len(split.labels), *(limit for limit in limits if limit is not None)])
-        return Examples(split, self.inputs, count, self.device)
-
-
-def weight_costs(config: RunConfig, model: nn.Module) -> dict[str, float]:
-    """λ by parameter name; biases and scales have none."""
-    if config.weight_decay == PAPER:
-        return dict(NETWORKS[config.net].weight_costs)
-    cost = float(config.weight_decay)
-    weights = [n for n, p in model.named_parameters() if p.dim() > 1]
-    return dict.fromkeys(weights, cost) if cost else {}
 
 
 class Trainer:
@@ -104,10 +54,10 @@ class Trainer:
         self.end: Row | None = None
         self.last_evaluation: Row = {}
         self._on_row = on_row
-        self._random = _seeded_random_state(parts.device, folder.config.seed)
+        self._random = seeded_random_state(parts.device, folder.config.seed)
         self._working = False
         self._stream: Iterator[tuple[Tensor, Tensor]] | None = None
-        self._costs = _Costs(parts.optimizer)
+        self._costs = Costs(parts.optimizer)
         self._saved_at = 0.0
         self._loss = self._images = torch.zeros(())
         self._last_log = (0, 0.0)
@@ -321,7 +271,7 @@ class Trainer:
         """Replace the folder's checkpoint by this moment."""
         self._saved_at = self.seconds
         if self._working:  # or the state kept since the last slice is the current one
-            self._random = _get_random_state(self.parts.device)
+            self._random = get_random_state(self.parts.device)
         self.folder.save(
             {
                 "update": self.update,
@@ -358,49 +308,14 @@ class Trainer:
         """With the run's own threads and random state, whatever ran in between."""
         torch.set_num_threads(self.folder.config.threads)
         device = self.parts.device
-        with _forked_random_state(device):
-            _set_random_state(self._random, device)
+        with forked_random_state(device):
+            set_random_state(self._random, device)
             self._working = True
             try:
                 yield
             finally:
                 self._working = False
-                self._random = _get_random_state(device)
-
-
-class _Costs:
-    """Where the time of updates goes, as the host sees it."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.training_seconds = 0.0
-        self._optimizer = optimizer
-        self._sums: dict[str, float] = {}
-        self._updates = 0
-        self._curvature_before: dict[str, float] = {}
-
-    @contextmanager
-    def measured(self, part: str) -> Iterator[None]:
-        start = perf_counter()
-        yield
-        elapsed = perf_counter() - start
-        self.training_seconds += elapsed
-        self._sums[part] = self._sums.get(part, 0.0) + elapsed
-        self._updates += part == "forward"
-
-    def means_since_last_time(self) -> dict[str, float]:
-        """Seconds per update by part; what KFC spends inside forward and step() is taken out."""
-        if not self._updates:
-            return {}
-        sums, count = self._sums, self._updates
-        self._sums, self._updates = {}, 0
-        if isinstance(self._optimizer, CurvatureOptimizer):
-            totals = dict(self._optimizer.diagnostics["total_seconds"])
-            ours = {k: v - self._curvature_before.get(k, 0.0) for k, v in totals.items()}
-            self._curvature_before = totals
-            sums["forward"] -= ours["statistics"]
-            sums["optimizer"] -= sum(v for part, v in ours.items() if part != "statistics")
-            sums.update(ours)
-        return {part: value / count for part, value in sums.items()}
+                self._random = get_random_state(device)
 
 
 def _diagnostics(optimizer: Any) -> Row:
@@ -412,38 +327,3 @@ def _diagnostics(optimizer: Any) -> Row:
 
 def _of_numbers(row: Row) -> Row:
     return {key: value for key, value in row.items() if isinstance(value, (int, float))}
-
-
-def _device(name: str) -> torch.device:
-    device = torch.device(name)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device: there is no {name} here ({error})") from error
-    return device
-
-
-# Random states: the CPU's, and a CUDA device's; of other accelerators nothing is kept.
-
-
-def _forked_random_state(device: torch.device) -> AbstractContextManager[None]:
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-
-
-def _seeded_random_state(device: torch.device, seed: int) -> list[Tensor]:
-    with _forked_random_state(device):
-        torch.manual_seed(seed)
-        return _get_random_state(device)
-
-
-def _get_random_state(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
-
-
-def _set_random_state(states: list[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)

@@ -1,0 +1,76 @@
+"""What a run works with, made from its settings alone: network, batches, optimizer, averages."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from kfc.experiments.averages import Averages
+from kfc.experiments.config import PAPER, ConfigError, RunConfig
+from kfc.experiments.data import Batches, Dataset, Inputs, Split
+from kfc.experiments.evaluation import Examples
+from kfc.experiments.networks import NETWORKS, build
+from kfc.experiments.optimizers import Wishes, make_optimizer
+
+PAPER_AVERAGING_EXAMPLES = 50_000
+
+
+class Parts:
+    """All that a run works with.
+
+    Raises:
+        ConfigError, DataError, NetworkError: before anything is written.
+    """
+
+    def __init__(self, config: RunConfig, data: Dataset) -> None:
+        self.device = _device(config.device)
+        self.inputs = getattr(Inputs, config.inputs)(data.train)
+        image = data.train.images.shape[1:]
+        model = build(
+            config.net, image=image, classes=data.classes, init=config.init, seed=config.seed
+        )
+        # nn.Module.to has no overload for a memory format alone.
+        self.model: nn.Module = model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.model.train()
+        try:
+            self.batches = Batches(
+                data.train,
+                self.inputs,
+                config.batch_size,
+                config.seed,
+                workers=config.workers,
+                examples=config.train_examples,
+            )
+            wishes = Wishes(config.lr, weight_costs(config, model), config.options, config.seed)
+            self.optimizer = make_optimizer(config.optimizer, self.model, wishes)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(str(error)) from error
+        epoch = len(self.batches) * config.batch_size
+        averaged = config.averaging_examples or min(epoch, PAPER_AVERAGING_EXAMPLES)
+        self.averages = Averages(self.model, averaged / config.batch_size)
+        used = config.train_examples, config.evaluation_examples
+        self.train = self._examples(data.train, *used)
+        self.test = self._examples(data.test, config.evaluation_examples)
+
+    def _examples(self, split: Split, *limits: int | None) -> Examples:
+        """The first of a split, as many as the limits allow."""
+        count = min([len(split.labels), *(limit for limit in limits if limit is not None)])
+        return Examples(split, self.inputs, count, self.device)
+
+
+def weight_costs(config: RunConfig, model: nn.Module) -> dict[str, float]:
+    """λ by parameter name; biases and scales have none."""
+    if config.weight_decay == PAPER:
+        return dict(NETWORKS[config.net].weight_costs)
+    cost = float(config.weight_decay)
+    weights = [n for n, p in model.named_parameters() if p.dim() > 1]
+    return dict.fromkeys(weights, cost) if cost else {}
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(name)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device: there is no {name} here ({error})") from error
+    return device
