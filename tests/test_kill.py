@@ -11,7 +11,7 @@ from kfc.experiments.runs import read_record
 from test_training import assert_same_state, checkpoint
 
 SETTINGS = (
-    *("--data", "digits", "--net", "digits", "--epochs", "8", "--batch-size", "32"),
+    *("--data", "digits", "--net", "digits", "--epochs", "5", "--batch-size", "32"),
     *("--evaluation-period", "0.25", "--checkpoint-seconds", "0.05", "--log-period", "1"),
     *("--threads", "1", "--weight-decay", "1e-4"),
 )
@@ -95,11 +95,11 @@ def test_an_interruption_ends_cleanly(tmp_path, whole, number):
 
 def test_a_finished_run_can_go_further(tmp_path, whole):
     path = tmp_path / "longer"
-    assert kfc("train", *SETTINGS, "--out", path, "--epochs", "3").returncode == 0
+    assert kfc("train", *SETTINGS, "--out", path, "--epochs", "2").returncode == 0
     again = kfc("train", "--resume", path)
     assert again.returncode == 0
-    assert read_record(path).end["update"] == 3 * 44
-    assert kfc("train", "--resume", path, "--epochs", "8").returncode == 0
+    assert read_record(path).end["update"] == 2 * 44
+    assert kfc("train", "--resume", path, "--epochs", "5").returncode == 0
     assert_same_run(path, whole)
 
 
@@ -115,5 +115,5 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, whole):
     done = kfc("train", "--resume", path, "--epochs", "2", program=program)
     assert_clear_error(done, 1, "cannot be written", "What was saved before is kept")
     assert (path / "checkpoint.pt").read_bytes() == saved
-    assert kfc("train", "--resume", path, "--epochs", "8").returncode == 0
+    assert kfc("train", "--resume", path, "--epochs", "5").returncode == 0
     assert_same_run(path, whole)

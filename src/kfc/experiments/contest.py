@@ -102,8 +102,10 @@ class Contest:
             for method in self.comparison.methods
             if len(running := [c for c in self.contenders if c.method == method and c.trainer]) > 1
         ]
-        trying = [contender for running in undecided for contender in running]
-        self._take_turns(trying, until=self._was_tried)
+        if not undecided:
+            return
+        # Those with nothing to decide take their turns too: what they do now counts as well.
+        self._take_turns(self.contenders, until=self._was_tried)
         if self._interrupted():
             return
         for running in undecided:
