@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -83,6 +84,25 @@ def test_train_takes_the_users_own_network(tmp_path):
     assert (tmp_path / "runs" / "digits-mynets-small-sgd" / "config.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ("nn.Linear(64, 7)", "of two images it returned (2, 7)"),
+        ("nn.Linear(32, 10)", "fails on images (2, 1, 8, 8)"),
+        ("nn.LSTM(64, 10)", "it returned tuple"),
+    ],
+)
+def test_networks_that_do_not_fit_the_data(tmp_path, monkeypatch, returned, words):
+    (tmp_path / "misfit.py").write_text(
+        f"from torch import nn\ndef net():\n    return nn.Sequential(nn.Flatten(), {returned})\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "misfit", raising=False)
+    done = kfc_here("train", *SMALL, "--net", "misfit:net", "--out", "run")
+    assert_clear_error(done, 2, "misfit:net", words)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_second_run_gets_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
@@ -91,6 +111,19 @@ def test_a_second_run_gets_a_folder_of_its_own(tmp_path, monkeypatch):
         "digits-digits-adam",
         "digits-digits-adam-2",
     ]
+
+
+def test_a_terminal_that_has_no_greek(tmp_path):
+    done = kfc("train", *SMALL, "--out", tmp_path / "run", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+
+
+def test_divergence_in_the_last_update_is_noticed(tmp_path):
+    """The loss of its batch was still fine."""
+    arguments = (*SMALL, "--updates", "1", "--optimizer", "sgd", "--lr", "1e30")
+    done = kfc_here("train", *arguments, "--out", tmp_path / "run")
+    assert_clear_error(done, 3, "diverged", "not finite")
+    assert not (tmp_path / "run" / "checkpoint.pt").exists()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:kfc")
@@ -116,6 +149,13 @@ def test_divergence_has_its_own_exit_code_and_a_diagnosis(tmp_path):
         (["--data", "digits", "--weight-decay", "some"], 2, 'neither a number nor "paper"'),
         (["--data", "digits", "--time", "3 days"], 2, "not a time"),
         (["--data", "digits", "--batch-size", "5000"], 2, "more than the 1438 examples"),
+        (["--data", "digits", "--batch-size", "0"], 2, "batch_size must be"),
+        (["--data", "digits", "--threads", "0"], 2, "threads must be"),
+        (["--data", "digits", "--threads", "9999999999"], 2, "threads must be at most"),
+        (["--data", "digits", "--workers", "9999999999"], 2, "workers must be at most"),
+        (["--data", "digits", "--seed", "99999999999999999999"], 2, "seed must be at most"),
+        (["--data", "digits", "--momentum", "nan"], 2, "momentum must be"),
+        (["--data", "digits", "--device", "meta"], 2, "no meta to compute on"),
         (["--data", "digits", "--device", "cuda:9"], 2, "device"),
         (["--data", "digits", "--fisher", "guess"], 2, "fisher"),
         (["--data", "digits", "--out", "/proc/nowhere/run"], 1, "cannot be written"),
@@ -139,6 +179,22 @@ def test_a_run_is_not_overwritten(run):
 
 
 # report
+
+
+def test_a_run_cannot_go_back(run):
+    path, _ = run
+    done = kfc_here("train", "--resume", path, "--epochs", "0.5")
+    assert_clear_error(done, 1, "is further already", "epoch 1")
+    assert read_record(path).config.epochs == 1
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    for place in ("one", "two"):
+        done = kfc_here("train", *SMALL, "--updates", "1", "--out", tmp_path / place / "run")
+        assert done.returncode == 0
+    done = kfc_here("report", tmp_path / "one/run", tmp_path / "two/run", "-o", tmp_path / "p.html")
+    assert done.returncode == 0
+    assert f"run ({tmp_path / 'two/run'})" in (tmp_path / "p.html").read_text()
 
 
 def test_report_writes_a_page(run, tmp_path):

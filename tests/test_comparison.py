@@ -93,12 +93,36 @@ def test_wishes_go_before_all_else():
         ({"baseline": "Adam"}, "no method 'Adam'"),
         ({"slice_seconds": 0}, "slice_seconds"),
         ({"train_errors": [120]}, "an error to reach"),
+        ({"train_errors": 6}, "must be a list"),
+        ({"title": 5}, "title must be a str"),
+        ({"introduction": ["a"]}, "introduction must be a str"),
+        ({"stop_at_goals": "false"}, "stop_at_goals must be a bool"),
+        ({"settings": {"data": "digits", "net": 5}}, "net must be a name"),
+        ({"settings": {"data": "digits", "batch_size": False}}, "batch_size must be"),
         ({"settings": {"data": "nothing"}}, "data must be one of"),
     ],
 )
 def test_bad_comparisons_are_named(changes, words):
     with pytest.raises(ConfigError, match=words):
         small(**changes)
+
+
+@pytest.mark.parametrize("limit", ["epochs", "seconds"])
+def test_a_given_end_is_the_only_one(limit):
+    comparison = read_comparison("figure3-cifar10", quick=False, wishes={limit: 3.0})
+    for configs in comparison.candidates().values():
+        ends = {"epochs": configs[0].epochs, "seconds": configs[0].seconds}
+        assert {name for name, value in ends.items() if value is not None} == {limit}
+
+
+@pytest.mark.parametrize(
+    "own", [{"batch_size": 5000}, {"momentum": "x"}, {"init": "paper"}, {"net": "vgg"}]
+)
+def test_what_cannot_be_built_shows_before_there_is_a_folder(digits, tmp_path, own):
+    with pytest.raises((ConfigError, ValueError)):
+        comparison = small(methods={"SGD": {"optimizer": "sgd", **own}})
+        Contest(comparison, tmp_path / "new", digits, lambda contender, row: None).check()
+    assert not (tmp_path / "new").exists()
 
 
 def test_methods_may_not_share_a_folder(digits, tmp_path):
@@ -128,14 +152,15 @@ def test_runs_take_turns_from_the_same_start(digits, tmp_path):
 
 
 def test_the_learning_rate_with_the_lowest_loss_goes_on(digits, tmp_path):
-    methods = {"SGD": {"optimizer": "sgd", "lr": [1e-5, 0.1, 1e-4]}, "KFC": {"optimizer": "kfc"}}
-    comparison = small(methods=methods, tuning_seconds=0.01, slice_seconds=0.004)
+    sgd = {"optimizer": "sgd", "lr": [1e-7, 0.05, 1e-6], "epochs": 40}
+    methods = {"SGD": sgd, "KFC": {"optimizer": "kfc"}}
+    comparison = small(methods=methods, tuning_seconds=0.15, slice_seconds=0.02)
     contest = run(comparison, tmp_path, digits)
     ends = {(r.name, r.config.lr): r.end["reason"] for r in contest.records()}
     assert ends == {
-        ("SGD", 1e-5): "not chosen",
-        ("SGD", 0.1): "epochs",
-        ("SGD", 1e-4): "not chosen",
+        ("SGD", 1e-7): "not chosen",
+        ("SGD", 0.05): "epochs",
+        ("SGD", 1e-6): "not chosen",
         ("KFC", 0.003): "epochs",
     }
 
@@ -158,8 +183,9 @@ def test_runs_end_at_their_goals(digits, tmp_path):
 
 
 def test_an_interrupted_comparison_goes_on_to_the_same_end(digits, tmp_path):
-    methods = {"SGD": {"optimizer": "sgd", "lr": [1e-7, 0.05]}, "KFC": {"optimizer": "kfc"}}
-    comparison = small(methods=methods, tuning_seconds=0.01, slice_seconds=0.004)
+    sgd = {"optimizer": "sgd", "lr": [1e-7, 0.05], "epochs": 40}
+    methods = {"SGD": sgd, "KFC": {"optimizer": "kfc"}}
+    comparison = small(methods=methods, tuning_seconds=0.15, slice_seconds=0.02)
     whole = run(comparison, tmp_path / "whole", digits).records()
     finished, patience, interruptions = False, 5, 0
     while not finished:
@@ -172,7 +198,7 @@ def test_an_interrupted_comparison_goes_on_to_the_same_end(digits, tmp_path):
             interrupted=lambda rows=rows, patience=patience: len(rows) >= patience,
         )
         finished = contest.run()
-        patience += 3
+        patience += 5
         interruptions += not finished
     assert interruptions > 1
     for mine, theirs in zip(contest.records(), whole, strict=True):
@@ -234,6 +260,8 @@ def test_wrong_arguments_of_compare(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.toml").write_text("title = ")
     (tmp_path / "mine.toml").write_text(TOML)
+    (tmp_path / "wrong.toml").write_text(TOML.replace("128", "5000"))
+    (tmp_path / "quick.toml").write_text("quick = 5\n" + TOML)
     (tmp_path / "there").mkdir()
     assert_clear_error(kfc("compare", "figure9", cwd=tmp_path), 2, "no preset 'figure9'")
     for arguments, code, words in [
@@ -241,9 +269,22 @@ def test_wrong_arguments_of_compare(tmp_path, monkeypatch):
         (["missing.toml"], 2, "cannot be read"),
         (["broken.toml"], 2, "not valid TOML"),
         (["mine.toml", "--quick"], 2, "no [quick] part"),
+        (["wrong.toml", "--out", "new"], 2, "more than the 1438 examples"),
+        (["quick.toml", "--quick"], 2, "quick must be a table"),
         (["mine.toml", "--time", "soon"], 2, "not a time"),
         (["mine.toml", "--out", "there"], 1, "never overwritten"),
         (["--resume", "there"], 1, "not the folder of a comparison"),
         (["mine.toml", "--resume", "there"], 2, "keeps its settings"),
     ]:
         assert_clear_error(kfc_here("compare", *arguments), code, words)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_comparison_in_which_all_diverge_has_its_own_exit_code(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    alone = TOML.split("[methods.KFC]")[0].replace("0.05", "1e25")
+    (tmp_path / "wild.toml").write_text(alone)
+    done = kfc_here("compare", "wild.toml", "--out", "wild")
+    assert_clear_error(
+        done, 3, "SGD (lr 1e+25) diverged", "try a smaller --lr", "all runs diverged"
+    )

@@ -77,6 +77,18 @@ def _wait_for_a_row(path, process):
         time.sleep(0.002)
 
 
+def test_workers_do_not_hold_the_folder_of_a_killed_run(tmp_path, whole):
+    path = tmp_path / "workers"
+    process = start_kfc("train", *SETTINGS, "--workers", "2", "--out", path)
+    wait_for(path, process)
+    time.sleep(0.5)
+    process.kill()
+    process.wait()
+    done = kfc("train", "--resume", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_run(path, whole)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_ends_cleanly(tmp_path, whole, number):
     path = tmp_path / "interrupted"
@@ -114,6 +126,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, whole):
     )
     done = kfc("train", "--resume", path, "--epochs", "2", program=program)
     assert_clear_error(done, 1, "cannot be written", "What was saved before is kept")
+    assert len(done.stderr.strip().splitlines()) == 1, "one sentence, nothing of threads"
     assert (path / "checkpoint.pt").read_bytes() == saved
     assert kfc("train", "--resume", path, "--epochs", "5").returncode == 0
     assert_same_run(path, whole)

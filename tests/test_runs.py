@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from kfc.experiments.config import make_config
 from kfc.experiments.runs import RunError, RunFolder, read_record, write_atomically
@@ -46,6 +47,17 @@ def test_a_record_says_what_was_written(folder, config):
     assert record.end["reason"] == "epochs"
     assert record.environment["torch"] == torch.__version__
     assert list(folder.path.glob("events.out.tfevents*"))
+
+
+def test_tensorboard_reads_the_events(folder):
+    folder.write(row(0, "evaluation", train_loss=2.5))
+    folder.write(row(10, loss=0.5))
+    folder.close()
+    accumulator = EventAccumulator(str(folder.path))
+    accumulator.Reload()
+    (point,) = accumulator.Scalars("evaluation/train_loss")
+    assert (point.step, point.value) == (0, 2.5)
+    assert accumulator.Scalars("progress/loss")[0].step == 10
 
 
 def test_a_folder_is_never_overwritten(folder, config):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -12,17 +13,19 @@ from rich.progress import Progress, TaskID
 
 from kfc.cli.report import goals_of, publish
 from kfc.cli.screen import (
+    DIVERGED,
     INTERRUPTED,
     Interruption,
     clear_errors,
     evaluation_line,
+    fail,
     free_path,
     parse_duration,
     progress_bars,
     say,
     state_of,
 )
-from kfc.cli.train import part_done
+from kfc.cli.train import part_of_the_way
 from kfc.experiments.comparison import (
     Comparison,
     preset_names,
@@ -33,6 +36,7 @@ from kfc.experiments.comparison import (
 from kfc.experiments.contest import Contender, Contest
 from kfc.experiments.data import load
 from kfc.experiments.training import Row
+from kfc.report.summary import best_runs
 
 PAGE = "report.html"
 
@@ -89,7 +93,7 @@ def compare(
                 raise typer.BadParameter(
                     "a resumed comparison keeps its settings", param_hint="--resume"
                 )
-            run_contest(read_specification(resume), resume, data_dir)
+            run_contest(read_specification(resume), resume, data_dir, new=False)
             return
         if what is None:
             raise typer.BadParameter(
@@ -120,32 +124,40 @@ def start_contest(
     comparison = read_comparison(what, quick=quick, wishes=wishes)
     name = Path(what).stem + ("-quick" if quick else "")
     folder = out or free_path(Path("runs") / name)
-    data = next(iter(comparison.candidates().values()))[0].data
-    load(data, data_dir)  # whatever is wrong with it shows before there is a folder
-    write_specification(folder, comparison)
-    run_contest(comparison, folder, data_dir)
+    run_contest(comparison, folder, data_dir, new=True)
 
 
-def run_contest(comparison: Comparison, folder: Path, data_dir: Path | None) -> None:
+def run_contest(comparison: Comparison, folder: Path, data_dir: Path | None, *, new: bool) -> None:
     """To the end, then tables and page; or until interrupted."""
     data = load(next(iter(comparison.candidates().values()))[0].data, data_dir)
     with progress_bars() as progress, Interruption() as interrupted:
         show = _Display(progress)
         contest = Contest(comparison, folder, data, show, interrupted)
+        if new:
+            contest.check()
+            write_specification(folder, comparison)
         show.add(contest.contenders)
         finished = contest.run()
     if not finished:
-        say(f"Interrupted. Go on: kfc compare --resume {folder}")
+        say(f"Interrupted. Go on: kfc compare --resume {quote(str(folder))}")
         raise typer.Exit(INTERRUPTED)
+    _publish(contest)
+
+
+def _publish(contest: Contest) -> None:
+    comparison = contest.comparison
     records = contest.records()
     publish(
         records,
-        folder / PAGE,
+        contest.folder / PAGE,
         title=comparison.title,
         introduction=comparison.introduction,
         goals=goals_of(comparison, records),
         baseline=comparison.baseline,
     )
+    ends = [record.end or {} for record in best_runs(records)]
+    if all(end.get("reason") == "diverged" for end in ends):
+        fail("all runs diverged", DIVERGED)
 
 
 class _Display:
@@ -158,8 +170,12 @@ class _Display:
 
     def add(self, contenders: list[Contender]) -> None:
         for contender in contenders:
+            end = contender.record().end if contender.path.exists() else None
             name = escape(label(contender))
-            self._tasks[contender] = self._progress.add_task(name, total=1.0, state="")
+            task = self._progress.add_task(name, total=1.0, state=end["reason"] if end else "")
+            if end:
+                self._progress.update(task, completed=part_of_the_way(contender.config, end))
+            self._tasks[contender] = task
 
     def __call__(self, contender: Contender, row: Row) -> None:
         task = self._tasks[contender]
@@ -169,9 +185,11 @@ class _Display:
         elif row["kind"] == "progress":
             evaluation = self._evaluations.get(contender, {})
             self._progress.update(task, state=state_of(row, evaluation))
-        elif row["reason"] in ("not chosen", "diverged", "targets"):
+        else:
             self._progress.update(task, state=row["reason"])
-        self._progress.update(task, completed=part_done(contender.config, row))
+            if row["reason"] == "diverged":
+                say(f"{label(contender)} diverged: {row['message']}")
+        self._progress.update(task, completed=part_of_the_way(contender.config, row))
 
 
 def label(contender: Contender) -> str:

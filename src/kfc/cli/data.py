@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.box import SIMPLE
+from rich.markup import escape
 from rich.table import Table
 
 from kfc.cli.screen import clear_errors, console, say
@@ -62,7 +63,7 @@ def list_sets(data_dir: DataDir = None) -> None:
         box=SIMPLE,
         pad_edge=False,
         collapse_padding=True,
-        caption=str(folder),
+        caption=escape(str(folder)),
         caption_justify="left",
     )
     for title in ("name", "train+test", "shape", "decoded", "here", "sources"):

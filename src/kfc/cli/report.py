@@ -73,11 +73,13 @@ def records_in(path: Path) -> list[Record]:
     """Of a run's folder, or of all runs in a comparison's."""
     if (path / CONFIG).exists() or not (path / SPECIFICATION).exists():
         return [read_record(path)]
-    found = [read_record(file.parent) for file in sorted(path.glob(f"*/{CONFIG}"))]
-    if not found:
-        raise RunError(f"{path} has no runs yet")
     order = list(read_specification(path).methods)
-    return sorted(found, key=lambda record: (order.index(record.name), record.config.lr))
+    folders = [file.parent for file in path.glob(f"*/{CONFIG}")]
+    found = [read_record(folder) for folder in folders if not folder.name.startswith(".")]
+    own = [record for record in found if record.name in order]
+    if not own:
+        raise RunError(f"{path} has no runs yet")
+    return sorted(own, key=lambda record: (order.index(record.name), record.config.lr))
 
 
 def with_distinct_names(found: list[list[Record]]) -> list[Record]:
@@ -103,6 +105,8 @@ def publish(
 ) -> None:
     """The tables on the screen, all of it on a page."""
     best = best_runs(records)
+    if baseline not in [record.name for record in best]:  # it may not have begun yet
+        baseline = None
     console.print(as_table(summary_rows(best, baseline)))
     if goals.train_errors or goals.test_errors:
         console.print(as_table(goal_rows(best, goals, baseline)))

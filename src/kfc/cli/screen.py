@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,11 @@ from kfc.experiments.networks import NetworkError
 from kfc.experiments.runs import RunError
 
 FAILED, USAGE, DIVERGED, INTERRUPTED = 1, 2, 3, 130
+
+# A terminal, or a pipe, that cannot show a letter such as ν gets a question mark.
+for stream in (sys.stdout, sys.stderr):
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="replace")
 
 console = Console()
 errors = Console(stderr=True)
@@ -42,7 +49,7 @@ def clear_errors() -> Iterator[None]:
 
 def say(message: str, style: str | None = None) -> None:
     """Plain text, unbroken so that paths can be copied."""
-    console.print(message, style=style, markup=False, soft_wrap=True, highlight=False)
+    console.print(message, style=style, markup=False, emoji=False, soft_wrap=True, highlight=False)
 
 
 def fail(message: str, code: int) -> None:

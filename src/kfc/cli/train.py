@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -27,7 +28,7 @@ from kfc.experiments.config import RunConfig, make_config
 from kfc.experiments.data import NAMES, load
 from kfc.experiments.networks import NETWORKS
 from kfc.experiments.optimizers import OPTIMIZERS
-from kfc.experiments.runs import RunFolder
+from kfc.experiments.runs import RunError, RunFolder, read_record
 from kfc.experiments.training import Row, Trainer
 
 
@@ -134,8 +135,10 @@ def train(
         if resume is not None:
             _refuse_settings([*given, *(["out"] if out else [])])
             folder = RunFolder.open(resume)
-            folder.set_config(folder.config.with_limits(epochs, updates, seconds))
-            _run(folder.path, folder.config, data_dir, folder)
+            config = folder.config.with_limits(epochs, updates, seconds)
+            _refuse_passed_limits(resume, config)
+            folder.set_config(config)
+            _run(resume, config, data_dir, folder)
         else:
             if weight_decay is not None and weight_decay != "paper":
                 given["weight_decay"] = _number("--weight-decay", weight_decay)
@@ -153,6 +156,13 @@ def _refuse_settings(given: list[str]) -> None:
             "--epochs, --updates, --time)",
             param_hint="--resume",
         )
+
+
+def _refuse_passed_limits(path: Path, config: RunConfig) -> None:
+    rows = read_record(path).evaluations
+    if rows and part_of_the_way(config, rows[-1]) > 1:
+        here = f"epoch {rows[-1]['epoch']:.4g}, update {rows[-1]['update']}"
+        raise RunError(f"{path} is further already: at {here}, {rows[-1]['seconds']:.1f} s")
 
 
 def _number(option: str, text: str) -> float:
@@ -199,23 +209,24 @@ class _Display:
             say(evaluation_line(row))
         elif row["kind"] == "progress":
             self._progress.update(self._task, state=state_of(row, self._evaluation))
-        self._progress.update(self._task, completed=part_done(self._config, row))
+        self._progress.update(self._task, completed=part_of_the_way(self._config, row))
 
 
-def part_done(config: RunConfig, row: Row) -> float:
-    """How much of the way to its nearest end a run has come."""
+def part_of_the_way(config: RunConfig, row: Row) -> float:
+    """To its nearest end; above 1 beyond it."""
     parts = [
         row["epoch"] / config.epochs if config.epochs else 0.0,
         row["update"] / config.updates if config.updates else 0.0,
         row["seconds"] / config.seconds if config.seconds else 0.0,
     ]
-    return float(min(1.0, max(parts)))
+    return float(max(parts))
 
 
 def _say_how_it_ended(trainer: Trainer, path: Path) -> None:
+    shown = quote(str(path))
     if trainer.end is None:
-        say(f"Interrupted at update {trainer.update}. Go on: kfc train --resume {path}")
+        say(f"Interrupted at update {trainer.update}. Go on: kfc train --resume {shown}")
         raise typer.Exit(INTERRUPTED)
     if trainer.end["reason"] == "diverged":
         fail(f"diverged: {trainer.end['message']}. The run is in {path}", DIVERGED)
-    say(f"Run: {path}\nPage: kfc report {path}")
+    say(f"Run: {path}\nPage: kfc report {shown}")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kfc.checks import require_number
-from kfc.experiments.config import ConfigError, RunConfig, make_config
-from kfc.experiments.runs import RunError, write_json
+from kfc.experiments.config import LIMITS, ConfigError, RunConfig, make_config
+from kfc.experiments.runs import RunError, create_folder
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -102,17 +102,22 @@ def read_comparison(name: str, *, quick: bool, wishes: Mapping[str, Any]) -> Com
     if quick:
         if changes is None:
             raise ConfigError(f"{name} has no [quick] part")
+        if not isinstance(changes, Mapping):
+            raise ConfigError(f"{name}: quick must be a table: [quick]")
         content = _merged(content, changes)
     comparison = make_comparison(content)
     given = {key: value for key, value in wishes.items() if value is not None}
+    # Where one end is given, it is the only one.
+    replaced = {*given, *(LIMITS if given.keys() & set(LIMITS) else ())}
     methods = {
-        name: {key: value for key, value in own.items() if key not in given}
+        name: {key: value for key, value in own.items() if key not in replaced}
         for name, own in comparison.methods.items()
         if not _is_missing(own)
     }
     if not methods:
         raise ConfigError(f"{name}: none of its methods is installed")
-    settings = {**comparison.settings, **given}
+    kept = {key: value for key, value in comparison.settings.items() if key not in replaced}
+    settings = {**kept, **given}
     return make_comparison({**asdict(comparison), "methods": methods, "settings": settings})
 
 
@@ -139,17 +144,29 @@ def make_comparison(content: Mapping[str, Any]) -> Comparison:
         raise ConfigError(f"a comparison needs {', '.join(missing)}")
     _require_tables(content)
     comparison = Comparison(**content)
-    try:
-        for name in ("tuning_seconds", "slice_seconds"):
-            require_number(name, getattr(comparison, name), positive=True)
-        for goal in (*comparison.train_errors, *comparison.test_errors):
-            require_number("an error to reach", goal, below=100)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(str(error)) from error
+    _check_values(comparison)
     if comparison.baseline not in (None, *comparison.methods):
         raise ConfigError(f"baseline: there is no method {comparison.baseline!r}")
     comparison.candidates()
     return comparison
+
+
+def _check_values(comparison: Comparison) -> None:
+    """Raise a ConfigError that names the first value of a wrong kind or out of range."""
+    for name, kind in (("title", str), ("introduction", str), ("stop_at_goals", bool)):
+        if not isinstance(getattr(comparison, name), kind):
+            raise ConfigError(f"{name} must be a {kind.__name__}")
+    try:
+        for name in ("tuning_seconds", "slice_seconds"):
+            require_number(name, getattr(comparison, name), positive=True)
+        for name in ("train_errors", "test_errors"):
+            errors = getattr(comparison, name)
+            if not isinstance(errors, (list, tuple)):
+                raise ConfigError(f"{name} must be a list of percentages")
+            for error in errors:
+                require_number(f"{name}: an error to reach", error, below=100)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _require_tables(content: Mapping[str, Any]) -> None:
@@ -178,16 +195,7 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 def write_specification(folder: Path, comparison: Comparison) -> None:
     """In a new folder, which must not exist, for :func:`read_specification`."""
-    if folder.exists():
-        raise RunError(
-            f"{folder} exists already and is never overwritten: choose another --out, remove it, "
-            f"or go on with it by --resume {folder}"
-        )
-    try:
-        folder.mkdir(parents=True)
-        write_json(folder / SPECIFICATION, asdict(comparison))
-    except OSError as error:
-        raise RunError(f"{folder} cannot be written: {error.strerror}") from error
+    create_folder(folder, SPECIFICATION, asdict(comparison))
 
 
 def read_specification(folder: Path) -> Comparison:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from types import NoneType
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ class RunConfig:
         averaging_examples: τ times the batch size: the averaged parameters' timescale; ``None``:
             one epoch, but not above the paper's 50,000.
         train_examples: train on the first so many only.
-        evaluation_examples: evaluate on the first so many of either split; ``None``: on all.
+        evaluation_examples: evaluate on the first so many of either split, if there are more.
         evaluation_period: in epochs.
         log_period: in updates.
         checkpoint_seconds: a checkpoint after so much training, besides those at evaluations.
@@ -56,7 +58,7 @@ class RunConfig:
     seconds: float | None
     averaging_examples: int | None
     train_examples: int | None
-    evaluation_examples: int | None
+    evaluation_examples: int
     evaluation_period: float
     log_period: int
     checkpoint_seconds: float
@@ -101,6 +103,7 @@ DEFAULTS: dict[str, Any] = {
     "threads": None,
     "workers": 0,
 }
+LIMITS = ("epochs", "updates", "seconds")
 DEFAULT_EPOCHS = 10.0
 DEFAULT_NETS = {
     "digits": "digits",
@@ -137,8 +140,11 @@ def make_config(**wishes: Any) -> RunConfig:
     values["options"] = {**kind.options, **own}
     values["net"] = values["net"] or DEFAULT_NETS.get(values["data"])
     values["lr"] = kind.lr if values["lr"] is None else values["lr"]
-    values["batch_size"] = values["batch_size"] or kind.batch_size
-    values["threads"] = values["threads"] or torch.get_num_threads()
+    if values["batch_size"] is None:
+        values["batch_size"] = kind.batch_size
+    if values["threads"] is None:
+        values["threads"] = torch.get_num_threads()
+    _require_names(values)
     network = NETWORKS.get(values["net"] or "")
     if network is not None:
         values["init"] = values["init"] or network.inits[0]
@@ -163,6 +169,12 @@ def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     return config
 
 
+def _require_names(values: Mapping[str, Any]) -> None:
+    for name in ("data", "net", "init", "inputs", "device"):
+        if not isinstance(values[name], (str, NoneType)):
+            raise ConfigError(f"{name} must be a name, got {values[name]!r}")
+
+
 _ALL_OPTIONS = frozenset(name for kind in OPTIMIZERS.values() for name in kind.options)
 
 
@@ -176,6 +188,22 @@ def _refuse_foreign_options(optimizer: str, own: Mapping[str, Any]) -> None:
         )
 
 
+def _require_at_most(name: str, value: int, most: int) -> None:
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
+
+
+def _check_options(config: RunConfig) -> None:
+    """Numbers where numbers belong; what they may be is for the optimizer to say."""
+    for name, default in OPTIMIZERS[config.optimizer].options.items():
+        value = config.options[name]
+        if isinstance(default, str):
+            if not isinstance(value, str):
+                raise ValueError(f"{name} must be a word such as {default!r}, got {value!r}")
+        elif value is not None:
+            require_number(name, value)
+
+
 def _check(config: RunConfig) -> None:
     """Raise a ConfigError that names the first value out of range."""
     try:
@@ -183,18 +211,22 @@ def _check(config: RunConfig) -> None:
         require_choice("optimizer", config.optimizer, tuple(OPTIMIZERS))
         require_choice("inputs", config.inputs, INPUTS)
         require_number("lr", config.lr, positive=True)
-        for name in ("batch_size", "log_period", "threads"):
+        for name in ("batch_size", "log_period", "threads", "evaluation_examples"):
             require_whole(name, getattr(config, name))
         for name in ("evaluation_period", "checkpoint_seconds"):
             require_number(name, getattr(config, name), positive=True)
         for name in ("epochs", "seconds"):
             if getattr(config, name) is not None:
                 require_number(name, getattr(config, name), positive=True)
-        for name in ("updates", "train_examples", "evaluation_examples", "averaging_examples"):
+        for name in ("updates", "train_examples", "averaging_examples"):
             if getattr(config, name) is not None:
                 require_whole(name, getattr(config, name))
         require_whole("seed", config.seed, low=0)
         require_whole("workers", config.workers, low=0)
+        _require_at_most("seed", config.seed, 2**63 - 1)
+        for name in ("threads", "workers"):
+            _require_at_most(name, getattr(config, name), 64 * (os.cpu_count() or 1))
+        _check_options(config)
         if config.weight_decay != PAPER:
             require_number("weight_decay", config.weight_decay)
         torch.device(config.device)

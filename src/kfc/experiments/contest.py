@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kfc.experiments.comparison import Comparison
 from kfc.experiments.config import ConfigError, RunConfig
 from kfc.experiments.data import Dataset
+from kfc.experiments.networks import NetworkError
+from kfc.experiments.parts import Parts
 from kfc.experiments.runs import Record, RunFolder, read_record
 from kfc.experiments.training import Row, Trainer
 
@@ -77,6 +80,18 @@ class Contest:
         if len(set(names)) < len(names):
             raise ConfigError(f"methods and learning rates must differ: {', '.join(names)}")
 
+    def check(self) -> None:
+        """Build every run once, so that what cannot be shows before there is a folder.
+
+        Raises:
+            ConfigError, NetworkError: naming the method.
+        """
+        for contender in self.contenders:
+            try:
+                Parts(contender.config, self._data)
+            except (ConfigError, NetworkError) as error:
+                raise type(error)(f"method {contender.method}: {error}") from error
+
     def run(self) -> bool:
         """To the end, or until interrupted; whether it is the end."""
         try:
@@ -109,9 +124,8 @@ class Contest:
         if self._interrupted():
             return
         for running in undecided:
-            alive = [contender for contender in running if contender.trainer is not None]
-            best = min(alive, key=_training_loss, default=None)
-            for contender in alive:
+            best = min(running, key=_training_loss)
+            for contender in running:
                 if contender is not best:
                     contender.finish("not chosen")
 
@@ -155,9 +169,13 @@ def is_at_most(error: float | None, goal: float) -> bool:
 
 
 def _training_loss(contender: Contender) -> float:
-    assert contender.trainer is not None
-    loss = float(contender.trainer.evaluate_now()["averaged_train_loss"])
-    return loss if loss == loss else float("inf")
+    """After an evaluation, if it goes on; a run may also have come to its end, or diverged."""
+    if contender.trainer is not None:
+        contender.trainer.evaluate_now()
+    record = contender.record()
+    loss: float | None = record.evaluations[-1]["averaged_train_loss"]
+    diverged = record.end is not None and record.end["reason"] == "diverged"
+    return math.inf if diverged or loss is None else loss
 
 
 def _folder_name(method: str, config: RunConfig) -> str:

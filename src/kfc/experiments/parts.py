@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kfc.experiments.averages import Averages
 from kfc.experiments.config import PAPER, ConfigError, RunConfig
 from kfc.experiments.data import Batches, Dataset, Inputs, Split
-from kfc.experiments.evaluation import Examples
+from kfc.experiments.evaluation import Examples, channels_last
 from kfc.experiments.networks import NETWORKS, build
 from kfc.experiments.optimizers import Wishes, make_optimizer
 
@@ -24,7 +27,7 @@ class Parts:
 
     def __init__(self, config: RunConfig, data: Dataset) -> None:
         self.device = _device(config.device)
-        self.inputs = getattr(Inputs, config.inputs)(data.train)
+        self.inputs = _inputs(config.inputs, data.train)
         image = data.train.images.shape[1:]
         model = build(
             config.net, image=image, classes=data.classes, init=config.init, seed=config.seed
@@ -48,9 +51,34 @@ class Parts:
         epoch = len(self.batches) * config.batch_size
         averaged = config.averaging_examples or min(epoch, PAPER_AVERAGING_EXAMPLES)
         self.averages = Averages(self.model, averaged / config.batch_size)
+        self._try_network(config, data)
         used = config.train_examples, config.evaluation_examples
         self.train = self._examples(data.train, *used)
         self.test = self._examples(data.test, config.evaluation_examples)
+
+    def first_images(self) -> Tensor:
+        """Of the training set: one, as a batch."""
+        return channels_last(self.inputs(self.train.split.images[:1]).to(self.device))
+
+    def _try_network(self, config: RunConfig, data: Dataset) -> None:
+        """Refuse a network that does not go with the data, before there is a folder."""
+        images = channels_last(self.inputs(data.train.images[:2]).to(self.device))
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                outputs = self.model(images)
+        except Exception as error:
+            raise ConfigError(
+                f"the network {config.net} fails on images {tuple(images.shape)}: {error}"
+            ) from error
+        finally:
+            self.model.train()
+        if not isinstance(outputs, Tensor) or outputs.shape != (2, data.classes):
+            found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise ConfigError(
+                f"the network {config.net} must return a tensor (N, {data.classes}); of two images "
+                f"it returned {found}"
+            )
 
     def _examples(self, split: Split, *limits: int | None) -> Examples:
         """The first of a split, as many as the limits allow."""
@@ -70,7 +98,14 @@ def weight_costs(config: RunConfig, model: nn.Module) -> dict[str, float]:
 def _device(name: str) -> torch.device:
     device = torch.device(name)
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device: there is no {name} here ({error})") from error
+        torch.zeros((), device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"device: there is no {name} to compute on here ({error})") from error
     return device
+
+
+@lru_cache(maxsize=2)
+def _inputs(kind: str, split: Split) -> Inputs:
+    """All runs of a comparison have the same."""
+    make: Callable[[Split], Inputs] = getattr(Inputs, kind)
+    return make(split)

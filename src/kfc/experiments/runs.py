@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from kfc.experiments.config import ConfigError, RunConfig, config_from_dict
+from kfc.experiments.events import EventLog
 
 FORMAT = 1
 CONFIG, METRICS, CHECKPOINT, LOCK = "config.json", "metrics.jsonl", "checkpoint.pt", ".lock"
@@ -118,18 +119,13 @@ class RunFolder:
         self.data_digest = data_digest
         self.name = name
         self._lock = _locked(path)
-        with _clear_errors(path):
+        with clear_disk_errors(path):
             self._metrics = (path / METRICS).open("ab")
-        self._events: Any = None
+        self._events: EventLog | None = None
 
     @classmethod
     def create(cls, path: Path, config: RunConfig, data_digest: str, name: str) -> RunFolder:
         """A new folder. It appears with its config complete, or not at all."""
-        if path.exists():
-            raise RunError(
-                f"{path} exists already and is never overwritten: choose another --out, remove it, "
-                f"or go on with it by --resume {path}"
-            )
         header = {
             "format": FORMAT,
             "name": name,
@@ -137,15 +133,7 @@ class RunFolder:
             "data_digest": data_digest,
             "environment": environment(),
         }
-        with _clear_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            draft = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-            try:
-                draft.chmod(0o755)
-                write_json(draft / CONFIG, header)
-                draft.rename(path)
-            finally:
-                shutil.rmtree(draft, ignore_errors=True)
+        create_folder(path, CONFIG, header)
         return cls(path, config, data_digest, name)
 
     @classmethod
@@ -157,7 +145,7 @@ class RunFolder:
     def set_config(self, config: RunConfig) -> None:
         """The same run with other ends."""
         header = json.loads((self.path / CONFIG).read_text(encoding="utf-8"))
-        with _clear_errors(self.path):
+        with clear_disk_errors(self.path):
             write_json(self.path / CONFIG, {**header, "config": config.to_dict()})
         self.config = config
 
@@ -174,29 +162,22 @@ class RunFolder:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row; numbers that are not finite become null."""
-        with _clear_errors(self.path):
+        with clear_disk_errors(self.path):
             self._metrics.write(json.dumps(_finite(row), allow_nan=False).encode() + b"\n")
             self._metrics.flush()
             self._write_events(row)
 
     def _write_events(self, row: Mapping[str, Any]) -> None:
-        if self._events is None:
-            # Slow to import, and noisy about packages that it would also like to have.
-            from torch.utils.tensorboard import SummaryWriter
-
-            # What an interrupted run wrote beyond its last checkpoint is to be forgotten.
-            self._events = SummaryWriter(str(self.path), purge_step=row["update"])
-        for key, value in row.items():
-            if isinstance(value, float) and key not in ("update", "epoch"):
-                self._events.add_scalar(f"{row['kind']}/{key}", value, row["update"])
-        if row["kind"] != "progress":
-            self._events.flush()
+        # What an interrupted run wrote beyond its last checkpoint is to be forgotten.
+        self._events = self._events or EventLog(self.path, first=row["update"])
+        values = {f"{row['kind']}/{k}": v for k, v in row.items() if isinstance(v, float)}
+        self._events.add(row["update"], values)
 
     # Checkpoints
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Replace the checkpoint; a failure leaves the last one as it was."""
-        with _clear_errors(self.path):
+        with clear_disk_errors(self.path):
             os.fsync(self._metrics.fileno())
             content = {"format": FORMAT, "metrics_bytes": self._metrics.tell(), **state}
             buffer = io.BytesIO()
@@ -215,7 +196,7 @@ class RunFolder:
                 raise RunError(f"{file} is damaged: it is no checkpoint of a run") from error
             if not isinstance(state, dict) or state.get("format") != FORMAT:
                 raise RunError(f"{file} is not a checkpoint that this version can read")
-        with _clear_errors(self.path):
+        with clear_disk_errors(self.path):
             kept = state["metrics_bytes"] if state else 0
             if self._metrics.tell() < kept:
                 raise RunError(
@@ -243,6 +224,24 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def create_folder(path: Path, name: str, content: Mapping[str, Any]) -> None:
+    """A new folder with a JSON file in it, which appears with the file complete or not at all."""
+    if path.exists():
+        raise RunError(
+            f"{path} exists already and is never overwritten: choose another --out, remove it, "
+            f"or go on with it by --resume {path}"
+        )
+    with clear_disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        try:
+            draft.chmod(0o755)
+            write_json(draft / name, content)
+            draft.rename(path)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -274,15 +273,19 @@ def _processor() -> str:
 
 
 def _locked(path: Path) -> io.TextIOWrapper:
-    """Hold the folder until the file is closed, or the process is gone."""
+    """Hold the folder until the file is closed, or the process is gone.
+
+    By a lock of the process, not of the open file: workers that prepare batches inherit the file,
+    and may live a little longer.
+    """
     try:
         import fcntl
     except ImportError:  # there is no such lock on Windows
         return (path / LOCK).open("w")
-    with _clear_errors(path):
+    with clear_disk_errors(path):
         lock = (path / LOCK).open("w")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lock.close()
         raise RunError(f"{path} is in use: another process goes on with this run") from error
@@ -290,7 +293,7 @@ def _locked(path: Path) -> io.TextIOWrapper:
 
 
 @contextmanager
-def _clear_errors(path: Path) -> Iterator[None]:
+def clear_disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -59,7 +59,8 @@ class Trainer:
         self._stream: Iterator[tuple[Tensor, Tensor]] | None = None
         self._costs = Costs(parts.optimizer)
         self._saved_at = 0.0
-        self._loss = self._images = torch.zeros(())
+        self._loss = torch.zeros(())
+        self._images = parts.first_images()
         self._last_log = (0, 0.0)
 
     # Beginning and going on
@@ -105,6 +106,7 @@ class Trainer:
     def _begin(self) -> None:
         with self._at_work():
             self._evaluate()
+        self._end_if_not_finite(self.last_evaluation["train_loss"])
 
     def close(self) -> None:
         self._stream = None
@@ -125,6 +127,7 @@ class Trainer:
             while self.end is None and self.seconds < until and not interrupted():
                 self._train_once()
                 self._look_after()
+            self._wait_for_device()
         return self.end is None
 
     def _train_once(self) -> None:
@@ -142,8 +145,6 @@ class Trainer:
         with costs.measured("optimizer"):
             parts.optimizer.step()
             parts.averages.update(self.update)
-            if self._is_due(self.folder.config.log_period):
-                now(parts.device)  # what the device still has to do belongs to these updates
         self._loss, self._images = loss.detach(), images
         self.seconds = costs.training_seconds
 
@@ -160,18 +161,34 @@ class Trainer:
         reason = self._reached_limit()
         logs, evaluates = self._is_due(self.folder.config.log_period), self._evaluation_is_due()
         saves = self._checkpoint_is_due()
-        # Reading the loss makes the host wait, so not at every update.
-        if (logs or evaluates or saves or reason) and not math.isfinite(self._loss.item()):
-            self._end("diverged", self._diagnosis())
+        if not (logs or evaluates or saves or reason):
+            return  # to read the loss makes the host wait, so not at every update
+        self._wait_for_device()
+        if self._end_if_not_finite(self._loss.item()):
             return
         if logs:
             self._log()
         if evaluates or reason:
             self._evaluate()
+            if self._end_if_not_finite(self.last_evaluation["train_loss"]):
+                return
         if evaluates or reason or saves:
             self.save()
         if reason:
             self._end(reason)
+
+    def _wait_for_device(self) -> None:
+        """What it still has to do belongs to the updates so far."""
+        with self._costs.measured("optimizer"):
+            now(self.parts.device)
+        self.seconds = self._costs.training_seconds
+
+    def _end_if_not_finite(self, loss: float) -> bool:
+        """Before a checkpoint could keep it."""
+        if math.isfinite(loss):
+            return False
+        self._end("diverged", self._diagnosis())
+        return True
 
     def _is_due(self, period: int) -> bool:
         return self.update % period == 0
