@@ -26,8 +26,6 @@ def make_run(
     """Write a run's folder and read it back; an evaluation for each epoch of 40 updates."""
     config = make_config(data="digits", optimizer=optimizer, lr=lr, threads=1, **settings)
     folder = RunFolder.create(path, config, "0123456789abcdef", name)
-    # The viewer's files are slow to write, and nothing here reads them.
-    folder._write_events = lambda row: None
     pace = PACES[optimizer] if pace is None else pace
     for index in range(evaluations):
         for update in range(40 * index - 30, 40 * index + 1, 10):
