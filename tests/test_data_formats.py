@@ -273,6 +273,38 @@ def test_what_is_no_archive_is_refused(content, tmp_path):
         decode_raw(entry, next(find_raw(entry, tmp_path)))
 
 
+def header(name, size, real_size=None):
+    """A tar header with a size that no program would write; with a real size, of a sparse file."""
+    member = tarfile.TarInfo(name)
+    member.size = size
+    block = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+    if real_size is not None:
+        block[156:157] = tarfile.GNUTYPE_SPARSE
+        block[483:495] = b"%011o\0" % real_size
+        block[148:156] = b" " * 8
+        block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+@pytest.mark.parametrize(
+    ("headers", "message"),
+    [
+        # Back by a block from where its content would begin: to its own header, for ever.
+        ([header("a", 0), header("b", -512)], "'b' has a size below zero"),
+        ([header("a", 0), header("b", -512, real_size=9)], "'b' has a size below zero"),
+        ([header("a", 0), header("b", 0), header("c", -1024)], "'c' has a size below zero"),
+        ([header(f"{i}", 0) for i in range(101)], "more than 100 members"),
+    ],
+    ids=["negative", "sparse", "further back", "many"],
+)
+def test_archives_that_lead_back_or_on_for_ever_are_refused(headers, message, tmp_path):
+    content = gzip.compress(b"".join(headers) + bytes(1024))
+    write(tmp_path, {"cifar-10-binary.tar.gz": content})
+    entry = small_entry("cifar10", COLOUR)
+    with pytest.raises(DataError, match=message):
+        decode_raw(entry, next(find_raw(entry, tmp_path)))
+
+
 def test_members_larger_than_they_can_be_or_cut_off_are_refused(tmp_path):
     entry = small_entry("cifar10", COLOUR)
     files = {**binary_files(COLOUR), "data_batch_1.bin": bytes(30_730_001)}

@@ -9,7 +9,7 @@ import gzip
 import io
 import tarfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from kfc.experiments.data.sets import DataError
@@ -19,6 +19,7 @@ Read = Callable[[str], bytes]
 
 # Headers, padding and small companions (a readme, a list of class names) beside the data.
 ARCHIVE_MARGIN = 4 << 20
+MOST_MEMBERS = 100  # the archives we know have a dozen
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
@@ -61,7 +62,7 @@ def archive_reader(path: Path, root: str, limits: Mapping[str, int]) -> Read:
     content = read_bounded(path, sum(limits.values()) + ARCHIVE_MARGIN)
     try:
         archive = tarfile.TarFile(fileobj=io.BytesIO(content))
-        members = {member.name: member for member in archive.getmembers()}
+        members = {member.name: member for member in _members(archive)}
     except Exception as error:  # tarfile raises many kinds on crafted headers
         raise DataError(f"{path.name} is not a tar archive ({error})") from error
     for name in members:
@@ -76,6 +77,21 @@ def archive_reader(path: Path, root: str, limits: Mapping[str, int]) -> Read:
         return _member_content(path, archive, member)
 
     return read
+
+
+def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """One after the other, each behind the last.
+
+    ``getmembers`` never ends where a negative size leads back to a header that was read before.
+    """
+    position = -1
+    for count, member in enumerate(iter(archive.next, None)):
+        if member.size < 0 or member.offset <= position:
+            raise tarfile.ReadError(f"{member.name!r} has a size below zero")
+        if count == MOST_MEMBERS:
+            raise tarfile.ReadError(f"it has more than {MOST_MEMBERS} members")
+        position = member.offset
+        yield member
 
 
 def _refuse_outside(archive: Path, name: str) -> None:
