@@ -324,11 +324,37 @@ def test_more_bytes_than_a_file_can_have_are_not_unpacked(tmp_path):
         decode_raw(entry, next(find_raw(entry, tmp_path)))
 
 
-def test_packed_matlab_parts_that_grow_too_large_are_refused():
-    packed = zlib.compress(bytes(1 << 20))
-    content = bytes(124) + b"\x00\x01IM" + struct.pack("<II", 15, len(packed)) + packed
-    with pytest.raises(DataError, match="more than 4,096 bytes"):
-        matlab.read_arrays("bomb.mat", content, 4096)
+def packed_matlab(*parts):
+    """A MATLAB file of these parts, each of them packed."""
+    packed = [zlib.compress(part) for part in parts]
+    tagged = (struct.pack("<II", 15, len(part)) + part for part in packed)
+    return bytes(124) + b"\x00\x01IM" + b"".join(tagged)
+
+
+def unknown_part(size):
+    """Of a kind that is passed over."""
+    return struct.pack("<II", 99, size) + bytes(size)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([bytes(1 << 20)], "more than 4,096 bytes"),
+        ([unknown_part(1500)] * 3, r"more than [\d,]+ bytes"),
+        ([unknown_part(0)] * 600, "too much"),
+        ([unknown_part(0) + bytes(1500)] * 3, "more than one part"),
+        ([unknown_part(8) + unknown_part(8)], "more than one part"),
+        ([unknown_part(8) + b"x"], "damaged"),
+        ([b""], "holds nothing"),
+    ],
+)
+def test_packed_matlab_parts_that_grow_too_large_are_refused(parts, message):
+    with pytest.raises(DataError, match=message):
+        matlab.read_arrays("bomb.mat", packed_matlab(*parts), 4096)
+
+
+def test_packed_matlab_parts_may_fill_the_room_together():
+    assert matlab.read_arrays("some.mat", packed_matlab(*[unknown_part(1000)] * 4), 4096) == {}
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def read_arrays(name: str, content: bytes, largest: int) -> dict[str, NDArray[An
 
 def _arrays(content: memoryview, room: int) -> Iterator[tuple[str, NDArray[Any]]]:
     for part in _parts(content):
-        kind, body = _unpacked(part, room)
-        room -= len(body)
+        (kind, body), size = _unpacked(part, room)
+        room -= size
         if room <= 0:
             raise ValueError("it holds too much")
         if kind == ARRAY:
@@ -75,15 +75,19 @@ def _parts(content: memoryview) -> Iterator[Part]:
         position = end if kind == PACKED else -(-end // 8) * 8
 
 
-def _unpacked(part: Part, room: int) -> Part:
+def _unpacked(part: Part, room: int) -> tuple[Part, int]:
+    """The part without its packing, and how many bytes it takes in memory."""
     kind, content = part
     if kind != PACKED:
-        return part
+        return part, len(content)
     unpacker = zlib.decompressobj()
     plain = unpacker.decompress(content, room)
     if not unpacker.eof:
         raise ValueError(f"a packed part is cut off or has more than {room:,} bytes")
-    return next(_parts(memoryview(plain)), (0, memoryview(b"")))
+    parts = list(islice(_parts(memoryview(plain)), 2))
+    if len(parts) != 1:
+        raise ValueError("a packed part holds nothing, or more than one part")
+    return parts[0], len(plain)
 
 
 def _array(content: memoryview) -> tuple[str, NDArray[Any]]:
