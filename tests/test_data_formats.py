@@ -206,11 +206,18 @@ class Malicious:
         return os.system, (f"touch {self.marker}",)
 
 
-@pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_pickles_run_nothing(protocol, tmp_path):
+@pytest.mark.parametrize(
+    ("protocol", "message"),
+    [
+        (0, "system, which is not run"),
+        (2, "system, which is not run"),
+        (4, "not one of protocol 2"),
+    ],
+)
+def test_pickles_run_nothing(protocol, message, tmp_path):
     marker = tmp_path / "ran"
     batch = pickle.dumps({b"data": Malicious(marker), b"labels": []}, protocol)
-    with pytest.raises(DataError, match=r"data_batch_1 .*system, which is not run"):
+    with pytest.raises(DataError, match=f"data_batch_1 .*{message}"):
         cifar.decode_pickles(lambda name: batch)
     assert not marker.exists()
 
@@ -220,6 +227,40 @@ def test_pickles_that_would_reserve_memory_are_refused():
     batch = b"\x80\x02}r\xff\xff\xff\x7f."
     with pytest.raises(DataError, match="no 'data'"):
         cifar.decode_pickles(lambda name: batch)
+
+
+TEXT = b"X\xe8\x03\x00\x00" + b"a" * 1000 + b"q\x00"  # remembered as number 0
+ENCODE_IT = b"c_codecs\nencode\nh\x00U\x06latin1\x86R"
+NESTED_TUPLES = b")" + b"2\x86" * 60  # each has the one before it twice
+
+
+@pytest.mark.parametrize(
+    ("instructions", "message"),
+    [
+        (b"\x96" + struct.pack("<Q", 5) + b"abcde", "0x96 is not one of protocol 2"),
+        (b"\x97", "0x97 is not one of protocol 2"),
+        (TEXT + ENCODE_IT * 3, "more bytes than the file"),
+        (b"}" + NESTED_TUPLES + b"Ns", "a key that is not a string"),
+        (b"(" + NESTED_TUPLES + b"Nd", "a key that is not a string"),
+        (b"c_codecs\nencode\nU\x01a" + NESTED_TUPLES + b"\x86R", "other than latin1"),
+    ],
+    ids=["bytearray", "buffer", "encodings", "key", "key of items", "encoding"],
+)
+def test_small_pickles_cannot_take_much_memory_or_time(instructions, message):
+    with pytest.raises(DataError, match=message):
+        cifar.decode_pickles(lambda name: b"\x80\x02" + instructions + b".")
+
+
+def test_an_array_that_is_never_filled_is_refused():
+    batch = b"\x80\x02}U\x04datacnumpy\nndarray\n)\x81s."
+    with pytest.raises(DataError, match="no 'data'"):
+        cifar.decode_pickles(lambda name: batch)
+
+
+def test_pickles_of_protocol_0_are_read():
+    batches = {name: pickle.loads(content) for name, content in pickle_files(COLOUR).items()}
+    files = {name: pickle.dumps(batch, protocol=0) for name, batch in batches.items()}
+    assert_same(cifar.decode_pickles(files.__getitem__), COLOUR)
 
 
 @pytest.mark.parametrize(
