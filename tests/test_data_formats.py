@@ -198,6 +198,25 @@ def test_mnist_files_are_not_fashion_mnist(tmp_path):
         decode_raw(entry, next(find_raw(entry, tmp_path)))
 
 
+@pytest.mark.parametrize("shape", [(0, 2**32 - 1, 2**32 - 1), (0, 28, 28), (20, 0, 28)])
+def test_idx_files_of_nothing_are_refused(shape):
+    files = {**idx_files(GREY), "train-images-idx3-ubyte": struct.pack(">4I", 0x803, *shape)}
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte announces .* holds nothing"):
+        idx.decode(files.__getitem__)
+
+
+def test_whatever_a_decoder_raises_names_the_files(tmp_path):
+    def decode(read):
+        raise OverflowError("of some library")
+
+    write(tmp_path, mat_files(COLOUR))
+    entry = small_entry("svhn", COLOUR)
+    raw = next(find_raw(entry, tmp_path))
+    message = rf"(?s){tmp_path} is refused as svhn: .*OverflowError: of some library.*train_32x32"
+    with pytest.raises(DataError, match=message):
+        decode_raw(entry, replace(raw, form=replace(raw.form, decode=decode)))
+
+
 class Malicious:
     def __init__(self, marker):
         self.marker = marker

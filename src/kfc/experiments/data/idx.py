@@ -40,6 +40,8 @@ def _parse(name: str, content: bytes, axes: int) -> NDArray[np.uint8]:
     if len(content) < header or content[:4] != bytes((0, 0, UNSIGNED_BYTES, axes)):
         raise DataError(f"{name} is not an IDX file of bytes with {axes} axes")
     shape = struct.unpack(f">{axes}I", content[4:header])
+    if 0 in shape:  # numpy cannot shape nothing into (0, 2^32 - 1, 2^32 - 1)
+        raise DataError(f"{name} announces {shape}, which holds nothing")
     if len(content) - header != math.prod(shape):
         raise DataError(f"{name} announces {shape} but has {len(content) - header:,} bytes")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)

@@ -62,12 +62,23 @@ def missing_files(entry: Entry, folder: Path) -> str | None:
 def decode_raw(entry: Entry, raw: Raw) -> tuple[Decoded, str]:
     """The verified content and its digest; a DataError names the files and their hashes."""
     try:
-        decoded = raw.form.decode(raw.reader())
+        decoded = _decoded(raw)
         return decoded, verified_digest(entry, decoded)
     except DataError as error:
         lines = [f"{raw.path} is refused as {entry.name}: {error}", *_hash_lines(raw)]
         lines.append("Remove or replace it.")
         raise DataError("\n".join(lines)) from error
+
+
+def _decoded(raw: Raw) -> Decoded:
+    """What the form makes of the files; whatever a crafted one makes it raise is a DataError."""
+    try:
+        return raw.form.decode(raw.reader())
+    except DataError:
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise DataError(f"it cannot be decoded ({kind}: {error})") from error
 
 
 def file_hash(path: Path, algorithm: str = "md5") -> str:
