@@ -222,16 +222,42 @@ def test_npm_failures(script, message, tmp_path):
     assert files_below(tmp_path / "home") == []
 
 
-def fashion_entry(installed):
+FASHION = zipped(idx_files(GREY))
+
+
+def fashion_entry(installed, host=NOWHERE):
     entry = small_entry("fashion-mnist", GREY, installed=Installed(installed, "some-package"))
     (form,) = entry.forms
-    offers = tuple(replace(offer, url=f"{NOWHERE}/{offer.file}") for offer in form.published)
+    offers = tuple(Published(name, f"{host}/{name}", md5(FASHION[name])) for name in FASHION)
     return replace(entry, forms=(replace(form, published=offers),))
 
 
+def test_a_download_adds_the_files_that_are_missing(server, tmp_path):
+    server.files |= FASHION
+    name = "t10k-labels-idx1-ubyte.gz"
+    write(tmp_path / "fashion-mnist", {k: v for k, v in FASHION.items() if k != name})
+    entry = fashion_entry(tmp_path / "nowhere", server.url)
+    assert_is(load_entry(entry, tmp_path, QUIET), GREY)
+    assert server.requests == 1
+
+
+def test_a_download_replaces_no_file(server, tmp_path):
+    server.files |= FASHION
+    name, own = "t10k-labels-idx1-ubyte.gz", b"the user's own"
+    write(tmp_path / "fashion-mnist", {name: own})
+    entry = fashion_entry(tmp_path / "nowhere", server.url)
+    with pytest.raises(DataError) as caught:
+        load_entry(entry, tmp_path, QUIET)
+    path = tmp_path / "fashion-mnist" / name
+    assert f"{path} has md5 {md5(own)[4:]}" in str(caught.value)
+    assert f"not the published {md5(FASHION[name])[4:]}; remove or rename it" in str(caught.value)
+    assert path.read_bytes() == own
+    assert (server.requests, files_below(tmp_path)) == (0, [f"fashion-mnist/{name}"])
+
+
 def test_installed_files_are_the_last_resort(tmp_path):
-    installed = write(tmp_path / "installed", zipped(idx_files(GREY)))
-    entry = fashion_entry(installed)
+    plain = write(tmp_path / "installed", idx_files(GREY))
+    entry = fashion_entry(plain)
     assert_is(load_entry(entry, tmp_path / "home", QUIET), GREY)
     (finding,) = check_entry(entry, tmp_path / "home")
     assert "from other files than the published ones" in finding.text
@@ -240,9 +266,8 @@ def test_installed_files_are_the_last_resort(tmp_path):
 
 
 def test_missing_files_are_named(tmp_path):
-    files = zipped(idx_files(GREY))
-    del files["t10k-labels-idx1-ubyte.gz"]
-    write(tmp_path / "fashion-mnist", files)
+    name = "t10k-labels-idx1-ubyte.gz"
+    write(tmp_path / "fashion-mnist", {k: v for k, v in FASHION.items() if k != name})
     with pytest.raises(DataError, match="lacks t10k-labels-idx1-ubyte"):
         load_entry(fashion_entry(tmp_path / "nowhere"), tmp_path, QUIET)
 

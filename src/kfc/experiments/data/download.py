@@ -13,6 +13,7 @@ from urllib3.exceptions import MaxRetryError
 
 from kfc.experiments.data.forms import Form, Published
 from kfc.experiments.data.progress import Reporter
+from kfc.experiments.data.raw import file_hash
 from kfc.experiments.data.sets import DataError
 
 ATTEMPTS = 3
@@ -21,12 +22,30 @@ TIMEOUTS = (5, 30)  # seconds to connect; seconds without a byte
 
 
 def download(form: Form, folder: Path, reporter: Reporter) -> None:
-    """Put the form's published files into the folder, each only once its checksum is right."""
+    """Put the form's published files into the folder, each only once its checksum is right.
+
+    Files that are there already stay as they are.
+    """
+    for offer in form.published:
+        _refuse_to_replace(offer, folder)
     # pooch announces each download itself; the reporter does that.
     pooch.get_logger().setLevel(logging.WARNING)
     for offer in form.published:
         reporter.note(f"Fetching {offer.url}")
         _fetch_with_retries(offer, folder, reporter)
+
+
+def _refuse_to_replace(offer: Published, folder: Path) -> None:
+    """pooch would overwrite a file of another hash, and it may be its owner's only copy."""
+    path = folder / offer.file
+    if not path.exists():
+        return
+    algorithm, published = offer.checksum.split(":")
+    found = file_hash(path, algorithm)
+    if found != published:
+        raise DataError(
+            f"{path} has {algorithm} {found}, not the published {published}; remove or rename it"
+        )
 
 
 def _fetch_with_retries(offer: Published, folder: Path, reporter: Reporter) -> None:
