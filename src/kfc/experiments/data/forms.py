@@ -68,7 +68,8 @@ class Form:
 class Entry:
     """A data set of the catalogue; where ``digest`` is known, no other content is accepted.
 
-    Without a digest the counts are those of the official set, and smaller sets are accepted.
+    Without a digest the counts are those of the official set, and smaller sets are accepted. Of
+    ``forms`` with the same file names, the published one comes first.
     """
 
     name: str

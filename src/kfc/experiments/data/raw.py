@@ -39,14 +39,24 @@ def places(entry: Entry, folder: Path) -> tuple[Path, Path]:
 
 
 def find_raw(entry: Entry, folder: Path) -> Iterator[Raw]:
-    """Every complete form of the data set in the data folder."""
+    """Every complete form of the data set in the data folder.
+
+    The files of a folder are taken once, in the first form that has their names: the published one.
+    """
+    found: dict[tuple[Path, frozenset[str]], Raw] = {}
     for place in places(entry, folder):
         for form in entry.forms:
-            if form.archive and (place / form.archive).exists():
-                yield Raw(form, place / form.archive)
-            for directory in dict.fromkeys((place / form.root, place)):
-                if all(present(directory, name) for name in form.limits):
-                    yield Raw(form, directory)
+            for raw in _raws_at(place, form):
+                found.setdefault((raw.path, frozenset(form.limits)), raw)
+    yield from found.values()
+
+
+def _raws_at(place: Path, form: Form) -> Iterator[Raw]:
+    if form.archive and (place / form.archive).exists():
+        yield Raw(form, place / form.archive)
+    for directory in dict.fromkeys((place / form.root, place)):
+        if all(present(directory, name) for name in form.limits):
+            yield Raw(form, directory)
 
 
 def missing_files(entry: Entry, folder: Path) -> str | None:
