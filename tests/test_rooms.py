@@ -16,6 +16,8 @@ ROOMS = [
     "periods",
     "budget",
     "generator",
+    "randomness",
+    "buffers",
     "skipping",
     "likelihoods",
     "spectral",

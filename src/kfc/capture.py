@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from kfc.layers import Handler
+from kfc.randomness import accelerators_of, get_random_state
 from kfc.session import Call, Session, output_edge, take_in_user_backward, without_autocast
 
 _thread = threading.local()
@@ -43,11 +44,17 @@ def suspended() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ModelCall:
-    """The arguments of one forward pass of the whole model, to run (a part of) it again."""
+    """One forward pass of the whole model, to run it, or a part of it, again.
+
+    Attributes:
+        random_state: in which the pass began, of the generators of the CPU and of the model's
+            devices; ``None`` if it was not kept.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     autocast: tuple[str, torch.dtype] | None = None
+    random_state: list[Tensor] | None = None
 
 
 class Listener(Protocol):
@@ -55,9 +62,11 @@ class Listener(Protocol):
 
     Attributes:
         clock_device: the device to wait for when looking at the clock.
+        keeps_calls: whether passes will be run again, from the random state they began in.
     """
 
     clock_device: torch.device | None
+    keeps_calls: bool
 
     def wanted_layers(self) -> Collection[str]:
         """The layers whose statistics the coming forward pass should give."""
@@ -107,6 +116,9 @@ class Capture:
         if listener is None or not model.training or not _plain_gradients_enabled():
             return
         self._thread.running = True
+        self._thread.random_state = None
+        if listener.keeps_calls:
+            self._thread.random_state = get_random_state(accelerators_of(model))
         wanted = listener.wanted_layers()
         session = Session(wanted, clock_device=listener.clock_device) if wanted else None
         self._thread.session = session
@@ -146,7 +158,8 @@ class Capture:
             return
         if session is not None and session.without_gradient:
             _refuse_reentrant_checkpointing(session.without_gradient, output)
-        listener.observe(ModelCall(args, kwargs, _autocast_of(model)), output, session)
+        call = ModelCall(args, kwargs, _autocast_of(model), self._thread.random_state)
+        listener.observe(call, output, session)
 
 
 class _Hook:

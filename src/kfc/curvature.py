@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,13 @@ class LayerCurvature:
     running: tuple[Tensor, ...] | None = None
     inverse: Inverse | None = None
     damping: float = math.nan
+
+
+class LayerInverse(NamedTuple):
+    """An inverse, and the damping of its block."""
+
+    inverse: Inverse
+    damping: float
 
 
 class Curvature:
@@ -134,6 +141,27 @@ class Curvature:
             layer, handler = self.layers[name], self.handlers[name]
             layer.damping = damping(name)
             layer.inverse = handler.invert(running, layer.damping, self.inverse_kind)
+
+    def redamped_inverses(self, damping: float) -> dict[str, LayerInverse]:
+        """Those of all layers with another damping; just after ``refresh_inverses`` of all."""
+        inverses = {}
+        for name, layer in self.layers.items():
+            if layer.inverse is not None and layer.running is not None:
+                inverse = self.handlers[name].redamp(
+                    layer.inverse, layer.running, damping, self.inverse_kind
+                )
+                inverses[name] = LayerInverse(inverse, damping)
+        return inverses
+
+    def use_inverses(self, inverses: Mapping[str, LayerInverse]) -> dict[str, LayerInverse]:
+        """Take these instead; returns those that were in use."""
+        before = {}
+        for name, new in inverses.items():
+            layer = self.layers[name]
+            if layer.inverse is not None:
+                before[name] = LayerInverse(layer.inverse, layer.damping)
+            layer.inverse, layer.damping = new
+        return before
 
     def _refuse_factors(self, name: str) -> None:
         """Not finite: keep the last good inverse, and let the next statistics set the factors."""

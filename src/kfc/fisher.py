@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from kfc.capture import ModelCall, suspended
 from kfc.likelihoods import Likelihood, resolve_likelihood
+from kfc.randomness import accelerators_of, forked_random_state, set_random_state
 
 Output = Callable[[Any], Tensor]
 P = ParamSpec("P")
@@ -93,23 +94,28 @@ def quadratic_form(
     output: Output | None = None,
 ) -> Tensor:
     """vᵀ F v, exactly, for one dual forward pass; arguments as in :func:`vector_product`."""
-    return quadratic_form_of_call(
-        model, _call(inputs), _by_name(model, vector), resolve_likelihood(likelihood), output
+    products = products_of_call(
+        model, _call(inputs), [_by_name(model, vector)], resolve_likelihood(likelihood), output
     )
+    return products[0, 0]
 
 
-def quadratic_form_of_call(
+def products_of_call(
     model: nn.Module,
     call: ModelCall,
-    tangents: Mapping[str, Tensor],
+    vectors: Sequence[Mapping[str, Tensor]],
     likelihood: Likelihood,
     output: Output | None,
 ) -> Tensor:
-    """vᵀ F v on a recorded forward pass."""
+    """(k, k): vᵢᵀ F vⱼ on a recorded forward pass, for one dual forward pass per vector."""
+    changes, pulled = [], []
     with torch.no_grad():
-        outputs, change = _dual_run(model, call, tangents, {}, output)
-        likelihood.validate(outputs)
-        return (likelihood.fisher_product(outputs, change) * change).sum()
+        for tangents in vectors:
+            outputs, change = _dual_run(model, call, tangents, {}, output)
+            likelihood.validate(outputs)
+            changes.append(change.flatten())
+            pulled.append(likelihood.fisher_product(outputs, change).flatten())
+        return torch.stack(changes).to(pulled[0].dtype) @ torch.stack(pulled).mT
 
 
 def _with_decompositions_if_needed(run: Callable[P, T]) -> Callable[P, T]:
@@ -140,7 +146,7 @@ def _dual_run(
     state: dict[str, Tensor] = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with ExitStack() as stack:
         stack.enter_context(suspended())
-        stack.enter_context(_forked_random_state(model))
+        stack.enter_context(_random_state_of(call, model))
         stack.enter_context(forward_ad.dual_level())
         stack.enter_context(_attention_with_forward_mode())
         stack.enter_context(_WithoutZeroTangents())
@@ -241,10 +247,12 @@ def _attention_with_forward_mode() -> Iterator[None]:
 
 
 @contextmanager
-def _forked_random_state(model: nn.Module) -> Iterator[None]:
-    devices = {p.device for p in model.parameters() if p.device.type != "cpu"}
-    kind = next(iter(devices)).type if devices else "cuda"
-    with torch.random.fork_rng(devices=list(devices), device_type=kind):
+def _random_state_of(call: ModelCall, model: nn.Module) -> Iterator[None]:
+    """That in which the call was made, if it is known; it is as it was afterwards."""
+    accelerators = accelerators_of(model)
+    with forked_random_state(accelerators):
+        if call.random_state is not None:
+            set_random_state(call.random_state, accelerators)
         yield
 
 

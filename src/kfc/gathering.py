@@ -29,7 +29,9 @@ class Gathering:
 
     Attributes:
         due: whether the coming forward passes should give statistics of every layer.
-        last_call, last_examples: the last forward pass in training mode since the last step.
+        calls: the last forward pass in training mode since the last step, and its examples.
+        keeps_calls: have all passes since the last step in ``calls``, and the random state in which
+            each began.
         spent: seconds of gathering since the last step.
         seconds: what the last gathering took, over all micro-batches of its step.
         total_seconds: what all of them took.
@@ -53,8 +55,8 @@ class Gathering:
         self.output = output
         self.generator = OwnGenerator(seed)
         self.due = True
-        self.last_call: ModelCall | None = None
-        self.last_examples = 0
+        self.calls: list[tuple[ModelCall, int]] = []
+        self.keeps_calls = False
         self.spent = 0.0
         self.seconds = 0.0
         self.total_seconds = 0.0
@@ -74,7 +76,9 @@ class Gathering:
     def observe(self, call: ModelCall, output: Any, session: Session | None) -> None:
         selected = select_output(output, self.output)
         self.likelihood.validate(selected)
-        self.last_call, self.last_examples = call, selected.shape[0]
+        if not self.keeps_calls:
+            self.calls.clear()
+        self.calls.append((call, selected.shape[0]))
         if session is None or not session.calls or not selected.requires_grad:
             return
         session.examples = selected.shape[0]
@@ -155,5 +159,5 @@ class Gathering:
         self._open_sessions.clear()
         self._pending_examples = 0
         self.curvature.pending.clear()
-        self.last_call = None
+        self.calls.clear()
         self.spent, self.started = 0.0, None

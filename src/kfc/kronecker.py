@@ -92,6 +92,10 @@ class KroneckerInverse(ABC):
     def apply(self, gradient: Tensor) -> Tensor:
         """The inverse times a gradient (groups, m, n)."""
 
+    def redamped(self, factors: Factors, damping: float) -> KroneckerInverse:
+        """With another damping; the factors are still those it was made of."""
+        return self.of(factors, damping)
+
 
 class FactoredInverse(KroneckerInverse):
     """Γ_damped⁻¹ V Ω_damped⁻¹ (eqn 10) from the Cholesky factors of the damped factors.
@@ -130,8 +134,8 @@ class EigenInverse(KroneckerInverse):
         (activation_values, activation_basis), (derivative_values, derivative_basis) = map(
             eigendecompose, factors
         )
-        products = derivative_values.unsqueeze(-1) * activation_values.unsqueeze(-2) + damping
-        tensors = {"reciprocals": reciprocal_or_zero(products)}
+        products = derivative_values.unsqueeze(-1) * activation_values.unsqueeze(-2)
+        tensors = {"eigenvalues": products, "damping": products.new_tensor(damping)}
         if activation_basis is not None:
             tensors["activation_basis"] = activation_basis
         if derivative_basis is not None:
@@ -142,7 +146,8 @@ class EigenInverse(KroneckerInverse):
     def shapes(
         cls, activation: tuple[int, ...], derivative: tuple[int, ...]
     ) -> dict[str, tuple[int, ...]]:
-        shapes = {"reciprocals": (activation[0], derivative[-1], activation[-1])}
+        eigenvalues = (activation[0], derivative[-1], activation[-1])
+        shapes: dict[str, tuple[int, ...]] = {"eigenvalues": eigenvalues, "damping": ()}
         # A diagonal has no basis.
         bases = {"activation_basis": activation, "derivative_basis": derivative}
         return {**shapes, **{name: shape for name, shape in bases.items() if len(shape) == 3}}
@@ -155,12 +160,17 @@ class EigenInverse(KroneckerInverse):
             result = result @ activation_basis
         if derivative_basis is not None:
             result = derivative_basis.mT @ result
-        result = result * self.tensors["reciprocals"]
+        damped = self.tensors["eigenvalues"] + self.tensors["damping"]
+        result = result * reciprocal_or_zero(damped)
         if activation_basis is not None:
             result = result @ activation_basis.mT
         if derivative_basis is not None:
             result = derivative_basis @ result
         return result
+
+    def redamped(self, factors: Factors, damping: float) -> EigenInverse:
+        shift = torch.full_like(self.tensors["damping"], damping)
+        return EigenInverse({**self.tensors, "damping": shift})
 
 
 INVERSES: dict[str, type[KroneckerInverse]] = {"factored": FactoredInverse, "eigen": EigenInverse}

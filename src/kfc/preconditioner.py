@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kfc.budget import Budget, now
+from kfc.buffers import SavedBuffers
 from kfc.capture import Capture
 from kfc.checks import (
     all_finite,
@@ -29,6 +30,7 @@ from kfc.layers import KroneckerHandler, NormalisationHandler, plan_layers
 from kfc.layers.base import DEFAULT_MAX_FACTOR_SIZE
 from kfc.likelihoods import Likelihood, resolve_likelihood
 from kfc.periods import Period, Stretch, is_due, require_period
+from kfc.randomness import accelerators_of, forked_random_state
 from kfc.session import without_autocast
 from kfc.skipping import SkippedSteps
 
@@ -202,12 +204,7 @@ class Preconditioner:
                 "no statistics are gathered in evaluation mode; call model.train() before "
                 "estimate_factors"
             )
-        device = next(self.model.parameters()).device
-        forked = [device] if device.type != "cpu" else []
-        with (
-            self._estimation(),
-            torch.random.fork_rng(forked, device_type=device.type if forked else "cuda"),
-        ):
+        with self._estimation(), forked_random_state(accelerators_of(self.model)):
             done, total = 0, _length(batches)
             for done, batch in enumerate(batches, start=1):
                 with torch.enable_grad():
@@ -276,6 +273,7 @@ class Preconditioner:
         overflow: Tensor | None = None,
         *,
         wait: bool = False,
+        renew: bool = False,
     ) -> bool:
         """Take up the batch's statistics and renew the inverses that are due.
 
@@ -287,6 +285,7 @@ class Preconditioner:
             damping: δ of a layer, by its name.
             loss_scale: what the loss was multiplied by; asked for by the empirical Fisher only.
             overflow: whether the caller found the batch bad, to be skipped without a warning.
+            renew: whether the inverses are wanted new even if they are not due.
 
         Returns:
             False, with nothing changed but the count of skipped steps, if the batch is known to
@@ -305,7 +304,8 @@ class Preconditioner:
             with self.timed("averages"):
                 self.curvature.take_up(self.factor_decay)
             with self.timed("inverses"):
-                self.curvature.refresh_inverses(damping, only_missing=not self._inverses_are_due())
+                due = renew or self._inverses_are_due()
+                self.curvature.refresh_inverses(damping, only_missing=not due)
         return True
 
     def _inverses_are_due(self) -> bool:
@@ -434,12 +434,7 @@ class Preconditioner:
     @contextmanager
     def _estimation(self) -> Iterator[None]:
         """Gather from every forward pass, of nothing before; buffers stay as they were."""
-        buffers = [
-            (module, name, buffer, buffer.clone())
-            for module in self.model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        buffers = SavedBuffers(self.model)
         self.gathering.drop()
         self.gathering.due = True
         try:
@@ -447,9 +442,7 @@ class Preconditioner:
         finally:
             self.gathering.drop()
             self._be_at(self.steps)
-            with torch.no_grad():
-                for module, name, buffer, saved in buffers:
-                    module._buffers[name] = buffer.copy_(saved)
+            buffers.restore()
 
     # State
 

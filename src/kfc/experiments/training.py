@@ -19,14 +19,14 @@ from kfc.experiments.data import Dataset
 from kfc.experiments.diagnosis import diagnose
 from kfc.experiments.evaluation import channels_last, evaluate
 from kfc.experiments.parts import Parts
-from kfc.experiments.randomness import (
-    forked_random_state,
-    get_random_state,
-    seeded_random_state,
-    set_random_state,
-)
 from kfc.experiments.runs import RunError, RunFolder
 from kfc.optimizers.base import CurvatureOptimizer
+from kfc.randomness import (
+    accelerators_of,
+    forked_random_state,
+    get_random_state,
+    set_random_state,
+)
 
 Row = dict[str, Any]
 
@@ -54,7 +54,8 @@ class Trainer:
         self.end: Row | None = None
         self.last_evaluation: Row = {}
         self._on_row = on_row
-        self._random = seeded_random_state(parts.device, folder.config.seed)
+        self._accelerators = accelerators_of(parts.model)
+        self._random = self._seeded_random_state()
         self._working = False
         self._stream: Iterator[tuple[Tensor, Tensor]] | None = None
         self._costs = Costs(parts.optimizer)
@@ -102,6 +103,11 @@ class Trainer:
         else:
             trainer._restore(state)
         return trainer
+
+    def _seeded_random_state(self) -> list[Tensor]:
+        with forked_random_state(self._accelerators):
+            torch.manual_seed(self.folder.config.seed)
+            return get_random_state(self._accelerators)
 
     def _begin(self) -> None:
         with self._at_work():
@@ -288,7 +294,7 @@ class Trainer:
         """Replace the folder's checkpoint by this moment."""
         self._saved_at = self.seconds
         if self._working:  # or the state kept since the last slice is the current one
-            self._random = get_random_state(self.parts.device)
+            self._random = get_random_state(self._accelerators)
         self.folder.save(
             {
                 "update": self.update,
@@ -324,15 +330,14 @@ class Trainer:
     def _at_work(self) -> Iterator[None]:
         """With the run's own threads and random state, whatever ran in between."""
         torch.set_num_threads(self.folder.config.threads)
-        device = self.parts.device
-        with forked_random_state(device):
-            set_random_state(self._random, device)
+        with forked_random_state(self._accelerators):
+            set_random_state(self._random, self._accelerators)
             self._working = True
             try:
                 yield
             finally:
                 self._working = False
-                self._random = get_random_state(device)
+                self._random = get_random_state(self._accelerators)
 
 
 def _diagnostics(optimizer: Any) -> Row:

@@ -102,6 +102,12 @@ class Handler(ABC):
     def invert(self, running: tuple[Tensor, ...], damping: float, kind: str) -> Inverse:
         """The inverse of the block, damped by δ = λ + γ."""
 
+    def redamp(
+        self, inverse: Inverse, running: tuple[Tensor, ...], damping: float, kind: str
+    ) -> Inverse:
+        """The inverse of the same block with another damping."""
+        return self.invert(running, damping, kind)
+
     @abstractmethod
     def inverse_shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         """The shapes of an inverse's tensors, for the parameters trained now."""

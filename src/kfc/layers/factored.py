@@ -95,6 +95,12 @@ class KroneckerHandler(Handler):
     def invert(self, running: tuple[Tensor, ...], damping: float, kind: str) -> Inverse:
         return INVERSES[kind].of(Factors(*running), damping)
 
+    def redamp(
+        self, inverse: Inverse, running: tuple[Tensor, ...], damping: float, kind: str
+    ) -> Inverse:
+        assert isinstance(inverse, KroneckerInverse)
+        return inverse.redamped(Factors(*running), damping)
+
     def inverse_shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         return INVERSES[kind].shapes(*self.shapes())
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from kfc.checks import moved, raise_differences, require_keys, require_number
 from kfc.kronecker import Factors
 from kfc.optimizers.averaging import has_average, swapped_in
-from kfc.optimizers.groups import HYPER_PARAMETERS
 from kfc.preconditioner import Preconditioner
 
 STATE_KEYS = ("state", "param_groups", "parameters", "preconditioner")
@@ -116,11 +115,18 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 here = [p for p in members if p.device == device]
                 yield group, here, [self._names[p] for p in here]
 
-    def _layer_damping(self, layer: str) -> float:
-        """δ = λ + γ of the group of the layer's weight."""
-        weight = self.preconditioner.plan.handlers[layer].weight
-        group = next(g for g in self.param_groups if any(p is weight for p in g["params"]))
-        return float(group["weight_decay"]) + float(group["damping"])
+    def _with_weight_decay(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """∇h: the gradient of the loss plus λθ, in new tensors, of float32 at least."""
+        result: dict[str, Tensor] = {}
+        for group, parameters, names in self._by_group(gradients):
+            values = [wide(gradients[name]) for name in names]
+            if group["weight_decay"]:
+                current = [wide(parameter) for parameter in parameters]
+                new = torch._foreach_add(values, current, alpha=float(group["weight_decay"]))
+            else:
+                new = torch._foreach_mul(values, 1.0)
+            result.update(zip(names, new, strict=True))
+        return result
 
     def _unscale(self) -> tuple[float | Tensor, Tensor | None]:
         """What ``torch.amp.GradScaler`` multiplied the loss by, and whether it overflowed.
@@ -207,7 +213,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         require_keys("optimizer state", state_dict, STATE_KEYS)
         raise_differences("parameters", state_dict["parameters"], self._parameter_shapes())
         for group in state_dict["param_groups"]:
-            require_keys("param group", group, ("params", "param_names", *HYPER_PARAMETERS))
+            require_keys("param group", group, ("params", "param_names", *self.defaults))
         saved, own = (
             {f"group {i}": list(group["param_names"]) for i, group in enumerate(groups)}
             for groups in (state_dict["param_groups"], self.param_groups)
@@ -230,3 +236,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             for parameter, key in zip(group["params"], saved["params"], strict=True):
                 for name, value in state_dict["state"].get(key, {}).items():
                     self.state[parameter][name] = value.to(parameter.device, copy=True)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """A natural gradient may leave half precision's range before the learning rate is applied."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

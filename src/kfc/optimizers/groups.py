@@ -44,7 +44,7 @@ def build_groups(
 
     Parameters with the plain gradient are in groups of their own, after the others.
     """
-    wishes = [_checked(wish, index) for index, wish in enumerate(wishes or ())]
+    wishes = [_checked(wish, index, defaults) for index, wish in enumerate(wishes or ())]
     members: dict[tuple[int, bool], list[tuple[str, nn.Parameter]]] = {}
     used: set[str] = set()
     for name, parameter in model.named_parameters():
@@ -67,16 +67,14 @@ def build_groups(
     return groups
 
 
-def _checked(wish: Mapping[str, Any], index: int) -> dict[str, Any]:
+def _checked(wish: Mapping[str, Any], index: int, known: Mapping[str, float]) -> dict[str, Any]:
     where = f"groups[{index}]"
     if not isinstance(wish, Mapping) or "prefix" not in wish:
         raise ValueError(f'{where} must be a dict with a "prefix", got {wish!r}')
     options = {name: value for name, value in wish.items() if name != "prefix"}
-    unknown = [name for name in options if name not in HYPER_PARAMETERS]
+    unknown = [name for name in options if name not in known]
     if unknown:
-        raise ValueError(
-            f"{where} has unknown options {unknown}; known are {list(HYPER_PARAMETERS)}"
-        )
+        raise ValueError(f"{where} has unknown options {unknown}; known are {list(known)}")
     require_hyper_parameters(options, f"{where}: ")
     prefix = wish["prefix"]
     return {**options, "prefix": [prefix] if isinstance(prefix, str) else list(prefix)}

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from kfc.capture import ModelCall
 from kfc.checks import moved, require_keys, require_number
-from kfc.fisher import ForwardModeError, Output, quadratic_form_of_call
+from kfc.fisher import ForwardModeError, Output, products_of_call
 from kfc.gathering import FisherKind
 from kfc.layers import mixes_examples
 from kfc.layers.base import DEFAULT_MAX_FACTOR_SIZE
@@ -154,7 +154,7 @@ class KFC(CurvatureOptimizer):
         curvature = self.preconditioner
         gradients = curvature.gradients()
         known = curvature.steps > 0 or any(curvature.curvature.running())
-        if known and self._clip and curvature.gathering.last_call is None:
+        if known and self._clip and not curvature.gathering.calls:
             raise RuntimeError(
                 "step() without a forward pass in training mode since the last one: the clip "
                 "needs the batch; run the model first, or set fisher_clip=None"
@@ -171,18 +171,11 @@ class KFC(CurvatureOptimizer):
             self._move(update, curvature.in_doubt)
         curvature.end_step()
 
-    def _with_weight_decay(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """∇h: the gradient of the loss plus λθ, in new tensors, of float32 at least."""
-        result: dict[str, Tensor] = {}
-        for group, parameters, names in self._by_group(gradients):
-            values = [_wide(gradients[name]) for name in names]
-            if group["weight_decay"]:
-                wide = [_wide(parameter) for parameter in parameters]
-                new = torch._foreach_add(values, wide, alpha=float(group["weight_decay"]))
-            else:
-                new = torch._foreach_mul(values, 1.0)
-            result.update(zip(names, new, strict=True))
-        return result
+    def _layer_damping(self, layer: str) -> float:
+        """δ = λ + γ of the group of the layer's weight."""
+        weight = self.preconditioner.plan.handlers[layer].weight
+        group = next(g for g in self.param_groups if any(p is weight for p in g["params"]))
+        return float(group["weight_decay"]) + float(group["damping"])
 
     def _times_rate(self, natural: Mapping[str, Tensor]) -> None:
         """v = -α F̂⁻¹ ∇h, in place"""
@@ -272,14 +265,13 @@ class KFC(CurvatureOptimizer):
     def _fisher_norm(self, update: Mapping[str, Tensor]) -> Tensor:
         """ν = vᵀ F v + λ vᵀ v, with the exact F on the first examples of the last batch."""
         gathering = self.preconditioner.gathering
-        call, examples = gathering.last_call, gathering.last_examples
-        assert call is not None
-        count = self._clip_examples()
+        call, examples = gathering.calls[-1]
+        count = self._clip_examples(examples)
         part = first_examples(call, examples, count)
         try:
-            norm = quadratic_form_of_call(
-                self.model, part, update, gathering.likelihood, gathering.output
-            )
+            norm = products_of_call(
+                self.model, part, [update], gathering.likelihood, gathering.output
+            )[0, 0]
         except ForwardModeError:
             raise
         except Exception as error:
@@ -295,8 +287,7 @@ class KFC(CurvatureOptimizer):
                 norm = norm + float(group["weight_decay"]) * torch.stack(squares).sum()
         return norm
 
-    def _clip_examples(self) -> int:
-        examples = self.preconditioner.gathering.last_examples
+    def _clip_examples(self, examples: int) -> int:
         wanted = math.ceil(examples * self.clip_fraction)
         # Batch normalisation has no statistics of a single example.
         return min(examples, max(wanted, 2 if mixes_examples(self.model) else 1))
@@ -330,11 +321,6 @@ class KFC(CurvatureOptimizer):
         super().load_state_dict(state_dict)
         if self._clip is not None and state_dict["clip"] is not None:
             self._clip.load_state_dict(state_dict["clip"])
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """A natural gradient may leave half precision's range before the learning rate is applied."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def first_examples(call: ModelCall, examples: int, count: int) -> ModelCall:

@@ -1,0 +1,474 @@
+"""Appendix A.2: K-FAC, with step size, momentum and damping chosen by the method itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kfc.checks import require_keys, require_number, require_whole
+from kfc.fisher import Output, products_of_call
+from kfc.gathering import FisherKind
+from kfc.layers.base import DEFAULT_MAX_FACTOR_SIZE
+from kfc.likelihoods import Likelihood
+from kfc.optimizers.averaging import start_averages, update_averages
+from kfc.optimizers.base import CurvatureOptimizer, wide
+from kfc.optimizers.damping import FactorDamping, ModelDamping
+from kfc.optimizers.groups import build_groups, require_hyper_parameters
+from kfc.optimizers.objective import Objective
+from kfc.optimizers.quadratic import QuadraticModel
+from kfc.periods import Period
+from kfc.preconditioner import InverseKind, Preconditioner
+
+# How often a step that led to a loss that is not finite is tried again with more damping.
+MAX_RETRIES = 10
+
+# Under which names a parameter's last update, and its value before that, are kept.
+PREVIOUS, BEFORE = "previous_update", "before_update"
+
+DAMPINGS = ("model_damping", "factor_damping")
+
+Vector = Mapping[str, Tensor]
+
+
+class Proposal(NamedTuple):
+    """An update of the form coefficients[0] · direction + coefficients[1] · previous update."""
+
+    direction: Vector
+    previous: Vector
+    model: QuadraticModel | None
+    coefficients: list[float]
+
+
+class KFAC(CurvatureOptimizer):
+    """Natural gradient descent without a learning rate to set.
+
+    >>> optimizer = kfc.KFAC(model)
+    >>> for images, labels in loader:
+    ...     optimizer.step(lambda: F.cross_entropy(model(images), labels))
+
+    An update is α times the natural gradient plus μ times the update before it, with the α and μ
+    that minimise a quadratic model of the objective on the batch; its curvature is the exact
+    Fisher matrix plus (weight decay + λ) I. λ adapts to how well the model predicts, γ, the damping
+    of the Kronecker factors, to what makes the model's minimum lowest.
+
+    Args:
+        model: the network; its layers are found by type (see :meth:`describe`).
+        weight_decay: the coefficient of ½‖θ‖² in the objective.
+        model_damping: λ; by default it adapts.
+        factor_damping: γ, which goes into the factors as (Ω + π γ I) ⊗ (Γ + γ/π I), so γ² in all;
+            by default it adapts.
+        lr: α; by default chosen at every step.
+        momentum: μ; by default chosen at every step.
+        initial_model_damping: where λ begins if it adapts; γ begins at √(λ + weight decay).
+        damping_period: λ adapts every so many steps, which then evaluate the loss once more.
+        damping_decrease: what λ is multiplied by if the model predicts well, and divided by if it
+            predicts badly.
+        gamma_period: γ is chosen anew every so many steps, among its value and that times and
+            divided by ``gamma_factor``.
+        fisher_clip: C; if ν = α² times the natural gradient's Fisher norm is above it, α is divided
+            by √(ν/C). ``None``: no clipping.
+        groups: ``weight_decay``, and ``lr`` if that is given, by name, as in :class:`kfc.KFC`.
+
+    The rest as in :class:`kfc.KFC`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        weight_decay: float = 0.0,
+        model_damping: float | None = None,
+        factor_damping: float | None = None,
+        lr: float | None = None,
+        momentum: float | None = None,
+        initial_model_damping: float = 150.0,
+        damping_period: int = 5,
+        damping_decrease: float = (19 / 20) ** 5,
+        gamma_period: int = 20,
+        gamma_factor: float = (19 / 20) ** 10,
+        statistics_period: Period | None = None,
+        inverse_period: Period | None = None,
+        factor_decay: float = 0.95,
+        fisher_clip: float | None = None,
+        averaging_timescale: float | None = None,
+        max_factor_size: int = DEFAULT_MAX_FACTOR_SIZE,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        likelihood: str | Likelihood = "categorical",
+        fisher: FisherKind = "sampled",
+        inverse: InverseKind = "factored",
+        output: Output | None = None,
+        seed: int | None = None,
+    ) -> None:
+        defaults = {"weight_decay": weight_decay} | ({} if lr is None else {"lr": lr})
+        require_hyper_parameters(defaults)
+        if momentum is not None:
+            require_hyper_parameters({"momentum": momentum})
+        for name, fixed in (("model_damping", model_damping), ("factor_damping", factor_damping)):
+            if fixed is not None:
+                require_number(name, fixed)
+        require_number("initial_model_damping", initial_model_damping, positive=True)
+        for name, factor in (
+            ("damping_decrease", damping_decrease),
+            ("gamma_factor", gamma_factor),
+        ):
+            require_number(name, factor, below=1, positive=True)
+        require_whole("damping_period", damping_period)
+        require_whole("gamma_period", gamma_period)
+        if fisher_clip is not None:
+            require_number("fisher_clip", fisher_clip, positive=True)
+        preconditioner = Preconditioner(
+            model,
+            statistics_period=statistics_period,
+            inverse_period=inverse_period,
+            factor_decay=factor_decay,
+            max_factor_size=max_factor_size,
+            likelihood=likelihood,
+            fisher=fisher,
+            inverse=inverse,
+            output=output,
+            seed=seed,
+        )
+        try:
+            param_groups = build_groups(model, preconditioner.plan, groups, defaults, None)
+            super().__init__(preconditioner, param_groups, defaults, averaging_timescale)
+        except BaseException:
+            preconditioner.close()
+            raise
+        preconditioner.gathering.keeps_calls = True
+        self.lr = lr
+        self.momentum = momentum
+        self.fisher_clip = fisher_clip
+        self.model_damping = ModelDamping(
+            model_damping, initial_model_damping, damping_decrease, damping_period
+        )
+        first = math.sqrt((self.model_damping.value or initial_model_damping) + weight_decay)
+        self.factor_damping = FactorDamping(factor_damping, first, gamma_factor, gamma_period)
+        self._last: dict[str, float | None] = {}
+
+    # The step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+        """One update.
+
+        Args:
+            closure: runs the model on the batch and returns the loss, **without** calling
+                backward; gradients that were there before are dropped. It is evaluated again, on
+                the same batch, to see what the update did.
+
+        Returns:
+            The loss before the update.
+
+        Raises:
+            FloatingPointError: the loss is not finite, and more damping did not help; the
+                parameters are as they were.
+        """
+        if self._averaging:
+            raise RuntimeError("step() inside averaged_parameters() would move the averages")
+        self.preconditioner.gathering.drop()
+        objective = Objective(self.model, closure)
+        loss = objective.differentiate()
+        if loss is None:
+            loss = self._differentiate_from_before(objective)
+        self._update(objective, loss.item())
+        return loss
+
+    def _differentiate_from_before(self, objective: Objective) -> Tensor:
+        """The last update led astray: back to where it began, with more damping."""
+        damping = self.model_damping.value
+        moved = [parameter for parameter in self._trained() if BEFORE in self.state[parameter]]
+        here = [parameter.clone() for parameter in moved]
+        if moved and self._more_damping():
+            for parameter in moved:
+                parameter.copy_(self.state[parameter][BEFORE])
+            self.preconditioner.gathering.drop()
+            objective.rewind()
+            if (loss := objective.differentiate()) is not None:
+                for parameter in moved:
+                    del self.state[parameter][PREVIOUS]
+                return loss
+            for parameter, value in zip(moved, here, strict=True):
+                parameter.copy_(value)
+        self.model_damping.value = damping
+        raise self._failure(objective, "before the update")
+
+    def _more_damping(self) -> bool:
+        """Whether λ could be raised, and makes a difference."""
+        chosen = self.lr is None or self.momentum is None
+        return chosen and self.model_damping.raise_alarm()
+
+    def _failure(self, objective: Objective, when: str) -> FloatingPointError:
+        self.preconditioner.gathering.drop()
+        self.zero_grad()
+        objective.rewind()
+        adapts = self.model_damping.adapts and (self.lr is None or self.momentum is None)
+        hope = (
+            "more damping did not help" if adapts else "lr, momentum or model_damping are too bold"
+        )
+        return FloatingPointError(
+            f"step {self.preconditioner.steps + 1}: the loss, or its gradient, is not finite {when}"
+            f", and {hope}. The parameters are as they were; look at the batch and the loss"
+        )
+
+    def _update(self, objective: Objective, loss: float) -> None:
+        curvature = self.preconditioner
+        gradients = curvature.gradients()
+        choosing = self.factor_damping.is_due(curvature.steps + 1)
+        damping = self.factor_damping.value**2
+        if not curvature.begin_step(gradients, lambda _: damping, wait=True, renew=choosing):
+            return
+        gradient = self._with_weight_decay(gradients)
+        proposal = self._propose(gradient, choosing)
+        measures = proposal.model and (curvature.steps + 1) % self.model_damping.period == 0
+        value = loss + self._penalty() if measures else loss
+        self._note(proposal)
+        with curvature.timed("update"):
+            self._remember(proposal.direction)
+            self._place(proposal)
+        if measures:
+            with curvature.timed("reduction ratio"):
+                self._measure(objective, value, proposal)
+        if self.averaging_timescale is not None:
+            update_averages(self._averaged(), self.state, self.averaging_timescale, None)
+        curvature.end_step()
+
+    # Directions, and the model on them
+
+    def _propose(self, gradient: Vector, choosing: bool) -> Proposal:
+        """The natural gradient and the previous update, with the best coefficients.
+
+        Args:
+            choosing: whether γ is chosen too, by the model's value (appendix A.2).
+        """
+        curvature = self.preconditioner.curvature
+        previous = self._previous(gradient)
+        dampings = self.factor_damping.candidates() if choosing else [self.factor_damping.value]
+        # The first has the inverses in use, which are new if γ is to be chosen.
+        inverses = [{}, *(curvature.redamped_inverses(γ**2) for γ in dampings[1:])]
+        directions = []
+        for others in inverses:
+            in_use = curvature.use_inverses(others)
+            directions.append(self._direction(gradient))
+            curvature.use_inverses(in_use)
+        if not self._needs_model(choosing):
+            return Proposal(directions[0], previous, None, [1.0, self.momentum or 0.0])
+        vectors = [*directions, *([previous] if previous else [])]
+        whole = self._model(gradient, vectors)
+        proposals = []
+        for index, direction in enumerate(directions):
+            model = whole.on([index, len(directions)] if previous else [index])
+            coefficients = self._coefficients(model)
+            proposals.append(Proposal(direction, previous, model, coefficients))
+        best = min(range(len(proposals)), key=lambda index: self._damped_change(proposals[index]))
+        curvature.use_inverses(inverses[best])
+        self.factor_damping.value = dampings[best]
+        return proposals[best]
+
+    def _needs_model(self, choosing: bool) -> bool:
+        given = self.lr is not None and self.momentum is not None
+        adapts = self.model_damping.adapts or self.factor_damping.adapts
+        return not given or adapts or choosing or self.fisher_clip is not None
+
+    def _damped_change(self, proposal: Proposal) -> float:
+        assert proposal.model is not None
+        return proposal.model.change(proposal.coefficients, self.model_damping.value)
+
+    def _previous(self, gradient: Vector) -> dict[str, Tensor]:
+        """The last update, zero for parameters that were not in it; nothing if there was none."""
+        parameters = {self._names[p]: p for p in self._trained()}
+        if not any(PREVIOUS in self.state[parameters[name]] for name in gradient):
+            return {}
+        return {
+            name: self.state[parameters[name]].get(PREVIOUS, torch.zeros_like(value)).to(value)
+            for name, value in gradient.items()
+        }
+
+    def _direction(self, gradient: Vector) -> dict[str, Tensor]:
+        """Minus the natural gradient; times the learning rate, if that is given."""
+        direction = {name: value.clone() for name, value in gradient.items()}
+        self.preconditioner.precondition(direction)
+        plain = {n: v for n, v in gradient.items() if n in self.preconditioner.plan.plain}
+        scale = 1.0
+        if plain and self.lr is None:
+            # Of the plain gradient's own scale the natural gradient knows nothing.
+            scale = -self._model(plain, [plain]).minimiser(self.model_damping.value)[0]
+        for group, _, names in self._by_group(direction):
+            rate = group.get("lr", scale if group["plain_gradient"] else 1.0)
+            torch._foreach_mul_([direction[name] for name in names], -float(rate))
+        return direction
+
+    def _model(self, gradient: Vector, vectors: Sequence[Vector]) -> QuadraticModel:
+        """Of the objective on the batch, on these directions."""
+        with self.preconditioner.timed("model"):
+            fisher = self._fisher_products(vectors)
+            count = len(vectors)
+            products, decay = (torch.zeros(count + 1, count + 1).double() for _ in range(2))
+            for group, _, names in self._by_group(gradient):
+                own = torch.stack(
+                    [_products([gradient[name], *(v[name] for v in vectors)]) for name in names]
+                )
+                total = own.sum(0).cpu().double()
+                products += total
+                decay += float(group["weight_decay"]) * total
+            overlaps, decayed = products[1:, 1:], decay[1:, 1:]
+            precision = max(torch.finfo(value.dtype).eps for value in gradient.values())
+            return QuadraticModel(products[0, 1:], fisher + decayed, overlaps, precision)
+
+    def _fisher_products(self, vectors: Sequence[Vector]) -> Tensor:
+        """vᵢᵀ F vⱼ with the exact F of all forward passes of the step; float64, on the CPU."""
+        gathering = self.preconditioner.gathering
+        if not gathering.calls:
+            raise RuntimeError(
+                "the closure did not run the model in training mode: call model.train(), and the "
+                "model itself rather than its parts"
+            )
+        examples = sum(count for _, count in gathering.calls)
+        total = torch.zeros(len(vectors), len(vectors)).double()
+        for call, count in gathering.calls:
+            products = products_of_call(
+                self.model, call, vectors, gathering.likelihood, gathering.output
+            )
+            share = gathering.likelihood.growth(count, examples) * count / examples
+            total += share * products.cpu().double()
+        return 0.5 * (total + total.mT)
+
+    def _coefficients(self, model: QuadraticModel) -> list[float]:
+        """α and μ: given, or those that minimise the damped model; α no larger than the clip lets.
+
+        If the learning rate is given, the direction contains it.
+        """
+        fixed = {} if self.lr is None else {0: 1.0}
+        if self.momentum is not None and len(model.slopes) > 1:
+            fixed[1] = self.momentum
+        coefficients = model.minimiser(self.model_damping.value, fixed)
+        if self.fisher_clip is not None:
+            norm = coefficients[0] ** 2 * model.curvature[0, 0].item()
+            if norm > self.fisher_clip:
+                fixed[0] = coefficients[0] * math.sqrt(self.fisher_clip / norm)
+                coefficients = model.minimiser(self.model_damping.value, fixed)
+        return coefficients
+
+    # Moving, and looking back
+
+    def _penalty(self) -> float:
+        """½ Σ weight decay · θ²"""
+        total = 0.0
+        for group in self.param_groups:
+            if group["weight_decay"]:
+                squares = [wide(p).square().sum().item() for p in group["params"]]
+                total += 0.5 * float(group["weight_decay"]) * sum(squares)
+        return total
+
+    def _remember(self, direction: Vector) -> None:
+        """Where the parameters are, to come back to."""
+        if self.averaging_timescale is not None:
+            start_averages(self._averaged(), self.state)
+        for _, parameters, _ in self._by_group(direction):
+            for parameter in parameters:
+                self.state[parameter][BEFORE] = parameter.detach().clone()
+
+    def _place(self, proposal: Proposal) -> None:
+        """The parameters from before, plus the update."""
+        alpha, *mu = proposal.coefficients
+        for _, parameters, names in self._by_group(proposal.direction):
+            steps = torch._foreach_mul([proposal.direction[name] for name in names], alpha)
+            if mu and proposal.previous:
+                last = [proposal.previous[name] for name in names]
+                torch._foreach_add_(steps, last, alpha=mu[0])
+            for parameter, step in zip(parameters, steps, strict=True):
+                parameter.copy_(self.state[parameter][BEFORE] + step)
+                self.state[parameter][PREVIOUS] = step
+
+    def _take_back(self, proposal: Proposal) -> None:
+        """As if the update had not been."""
+        for _, parameters, names in self._by_group(proposal.direction):
+            for parameter, name in zip(parameters, names, strict=True):
+                parameter.copy_(self.state[parameter][BEFORE])
+                del self.state[parameter][PREVIOUS]
+                if proposal.previous:
+                    self.state[parameter][PREVIOUS] = proposal.previous[name]
+
+    def _measure(self, objective: Objective, value: float, proposal: Proposal) -> None:
+        """ρ, and λ by it; if the loss is not finite now, first more cautious updates.
+
+        Args:
+            value: of the objective before the update.
+        """
+        assert proposal.model is not None
+        damping = self.model_damping.value
+        for _ in range(MAX_RETRIES + 1):
+            change = objective.value() + self._penalty() - value
+            if math.isfinite(change):
+                self._adapt(change, proposal, value)
+                return
+            if not self._more_damping():
+                break
+            proposal = proposal._replace(coefficients=self._coefficients(proposal.model))
+            self._note(proposal)
+            self._place(proposal)
+        self._take_back(proposal)
+        self.model_damping.value = damping
+        raise self._failure(objective, "after the update")
+
+    def _adapt(self, change: float, proposal: Proposal, value: float) -> None:
+        """Levenberg-Marquardt: λ by ρ, what the objective did over what the model said of it."""
+        assert proposal.model is not None
+        predicted = proposal.model.change(proposal.coefficients)
+        self._last["objective_change"] = change
+        # Where both are lost in the objective's own rounding, their ratio says nothing.
+        if abs(predicted) > 10 * proposal.model.precision * abs(value):
+            self._last["reduction_ratio"] = change / predicted
+            self.model_damping.adapt(change / predicted)
+
+    # What the user sees
+
+    def _note(self, proposal: Proposal) -> None:
+        alpha, *mu = proposal.coefficients
+        model = proposal.model
+        self._last = {
+            "lr": alpha * (1.0 if self.lr is None else self.lr),
+            "momentum": mu[0] if mu else 0.0,
+            "model_damping": self.model_damping.value,
+            "factor_damping": self.factor_damping.value,
+            "fisher_norm": None if model is None else alpha**2 * model.curvature[0, 0].item(),
+            "model_change": None if model is None else model.change(proposal.coefficients),
+            "objective_change": None,
+            "reduction_ratio": None,
+        }
+
+    @property
+    def step_diagnostics(self) -> dict[str, Any]:
+        """``lr`` α, ``momentum`` μ, ``model_damping`` λ and ``factor_damping`` γ of the last step;
+        ``fisher_norm``, α² times the natural gradient's; ``model_change``, what the model, without
+        λ, said the objective would do; and, where that was measured, ``objective_change``, what it
+        did, and ``reduction_ratio`` ρ of the two.
+        """
+        return dict(self._last)
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        dampings = {name: getattr(self, name).value for name in DAMPINGS}
+        return {**super().state_dict(), "dampings": dampings}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        require_keys("optimizer state", state_dict, ("dampings",))
+        saved = state_dict["dampings"]
+        require_keys("state of the dampings", saved, DAMPINGS)
+        for name in DAMPINGS:
+            require_number(f"the state's {name}", saved[name])
+        super().load_state_dict(state_dict)
+        for name in DAMPINGS:
+            damping: ModelDamping | FactorDamping = getattr(self, name)
+            if damping.adapts:
+                damping.value = saved[name]
+
+
+def _products(vectors: Sequence[Tensor]) -> Tensor:
+    """(k, k), the inner products of k tensors of one shape."""
+    rows = torch.stack([vector.flatten() for vector in vectors])
+    return rows @ rows.mT

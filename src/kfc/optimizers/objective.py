@@ -1,0 +1,83 @@
+"""A closure that can be evaluated again as it was the first time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from kfc.buffers import SavedBuffers
+from kfc.capture import suspended
+from kfc.checks import all_finite, largest_entries
+from kfc.randomness import accelerators_of, get_random_state, set_random_state
+
+
+class Objective:
+    """The loss on one batch, with one draw of whatever is random in it.
+
+    Args:
+        closure: runs the model on the batch and returns the loss, without its backward.
+    """
+
+    def __init__(self, model: nn.Module, closure: Callable[[], Tensor]) -> None:
+        if not callable(closure):
+            raise TypeError(
+                "step() needs a closure that runs the model and returns the loss: "
+                "optimizer.step(lambda: F.cross_entropy(model(images), labels))"
+            )
+        self._model = model
+        self._closure = closure
+        self._accelerators = accelerators_of(model)
+        self._random_state = get_random_state(self._accelerators)
+        self._buffers = SavedBuffers(model)
+
+    def differentiate(self) -> Tensor | None:
+        """The loss, after its backward; ``None`` if it or a gradient is not finite."""
+        self._model.zero_grad(set_to_none=True)
+        with torch.enable_grad():
+            loss = self._closure()
+            self._check(loss)
+            if not math.isfinite(loss.item()):
+                return None
+            loss.backward()
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        dense = [g for g in gradients if g.layout == torch.strided]
+        return loss.detach() if bool(all_finite(largest_entries(dense))) else None
+
+    def _check(self, loss: object) -> None:
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            found = f"a {type(loss).__name__}"
+            if isinstance(loss, Tensor):
+                detail = "without a graph" if loss.numel() == 1 else f"of shape {tuple(loss.shape)}"
+                found = f"a tensor {detail}"
+            raise TypeError(
+                "the closure must return the loss, a tensor of one number that gradients can be "
+                f"taken of; it returned {found}"
+            )
+        if any(parameter.grad is not None for parameter in self._model.parameters()):
+            raise RuntimeError(
+                "the closure must return the loss without calling backward(): step() does that"
+            )
+
+    def value(self) -> float:
+        """The loss at the parameters as they are now; nothing else changes."""
+        with torch.no_grad(), suspended(), self._as_at_first():
+            return float(self._closure())
+
+    @contextmanager
+    def _as_at_first(self) -> Iterator[None]:
+        random_state, buffers = get_random_state(self._accelerators), SavedBuffers(self._model)
+        self.rewind()
+        try:
+            yield
+        finally:
+            set_random_state(random_state, self._accelerators)
+            buffers.restore()
+
+    def rewind(self) -> None:
+        """Buffers and random state become what they were before the first evaluation."""
+        set_random_state(self._random_state, self._accelerators)
+        self._buffers.restore()

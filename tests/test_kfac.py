@@ -1,0 +1,654 @@
+"""`KFAC` against dense references: conjugate gradient, the quadratic model, its adaptation."""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import kfc
+from kfc.optimizers.quadratic import QuadraticModel
+from reference import cross_entropy, exact_fisher, flat_parameters, squared_error
+
+pytestmark = pytest.mark.usefixtures("double")
+
+NEVER = 10**9
+
+
+def linear_problem() -> tuple[nn.Module, Tensor, Tensor]:
+    """A model that is linear in its parameters, so that its squared error is quadratic."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.AvgPool2d(2), nn.Flatten())
+    inputs = torch.randn(12, 2, 4, 4)
+    return model, inputs, torch.randn(12, 12)
+
+
+def small_problem() -> tuple[nn.Module, Tensor, Tensor]:
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 2, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(18, 3)
+    )
+    return model, torch.randn(20, 1, 5, 5), torch.randint(3, (20,))
+
+
+def closure_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Callable[[], Tensor]:
+    return lambda: F.cross_entropy(model(inputs), labels)
+
+
+def flat_gradient(model: nn.Module, loss: Tensor) -> Tensor:
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return torch.cat([g.flatten() for g in gradients])
+
+
+def damped_block(factors: kfc.kronecker.Factors, gamma: float, kind: str) -> Tensor:
+    """The dense block in the coordinates of vec(bias, weight), columns stacked."""
+    omega, derivative = factors
+    eye_a, eye_d = torch.eye(len(omega)), torch.eye(len(derivative))
+    if kind == "eigen":
+        return torch.kron(omega, derivative) + gamma**2 * torch.kron(eye_a, eye_d)
+    pi = ((omega.trace() / len(omega)) / (derivative.trace() / len(derivative))).sqrt()
+    return torch.kron(omega + pi * gamma * eye_a, derivative + gamma / pi * eye_d)
+
+
+def dense_direction(
+    model: nn.Module,
+    factors: Mapping[str, kfc.kronecker.Factors],
+    gradient: Tensor,
+    gamma: float,
+    kind: str = "factored",
+) -> Tensor:
+    """Minus the natural gradient of all layers, in the order of the parameters."""
+    parts, rest = [], gradient
+    for name, module in model.named_modules():
+        if name not in factors:
+            continue
+        shape, outputs = module.weight.shape, module.bias.numel()
+        weight, bias, rest = rest.split(
+            [shape.numel(), outputs, len(rest) - shape.numel() - outputs]
+        )
+        matrix = torch.cat([bias[:, None], weight.reshape(outputs, -1)], dim=1)
+        block = damped_block(factors[name], gamma, kind)
+        solved = torch.linalg.solve(block, matrix.mT.flatten()).reshape(matrix.mT.shape).mT
+        parts += [solved[:, 1:].flatten(), solved[:, 0]]
+    return -torch.cat(parts)
+
+
+def preconditioned_conjugate_gradient(
+    matrix: Tensor, right: Tensor, start: Tensor, solve: Callable[[Tensor], Tensor], steps: int
+) -> list[Tensor]:
+    """The textbook's: iterates of matrix x = right."""
+    x, residual = start.clone(), right - matrix @ start
+    z = solve(residual)
+    direction, iterates = z.clone(), []
+    for _ in range(steps):
+        product = matrix @ direction
+        alpha = (residual @ z) / (direction @ product)
+        x = x + alpha * direction
+        new = residual - alpha * product
+        new_z = solve(new)
+        direction = new_z + (new @ new_z) / (residual @ z) * direction
+        residual, z = new, new_z
+        iterates.append(x)
+    return iterates
+
+
+# The claim of appendix A.2
+
+
+@pytest.mark.parametrize("kind", ["factored", "eigen"])
+def test_on_a_quadratic_it_is_preconditioned_conjugate_gradient(kind):
+    model, inputs, targets = linear_problem()
+    decay, gamma = 0.03, 0.2
+    optimizer = kfc.KFAC(
+        model,
+        weight_decay=decay,
+        model_damping=0.0,
+        factor_damping=gamma,
+        likelihood="gaussian",
+        fisher="exact",
+        inverse=kind,
+        statistics_period=NEVER,
+        inverse_period=NEVER,
+        damping_period=1,
+    )
+    start = flat_parameters(model)
+    # The conv is first in the model; its own factors do for dense_direction's order of parameters.
+    matrix = exact_fisher(model, inputs, squared_error) + decay * torch.eye(len(start))
+    loss = F.mse_loss(model(inputs), targets)
+    right = matrix @ start - (flat_gradient(model, loss) + decay * start)
+    iterates = []
+    for _ in range(8):
+        optimizer.step(lambda: F.mse_loss(model(inputs), targets))
+        assert optimizer.diagnostics["reduction_ratio"] == pytest.approx(1, abs=1e-6)
+        iterates.append(flat_parameters(model))
+    expected = preconditioned_conjugate_gradient(
+        matrix,
+        right,
+        start,
+        lambda residual: -dense_direction(model, optimizer.factors, residual, gamma, kind),
+        steps=8,
+    )
+    for found, wanted in zip(iterates, expected, strict=True):
+        assert_close(found, wanted, rtol=1e-7, atol=1e-9)
+
+
+# One step
+
+
+@pytest.mark.parametrize("kind", ["factored", "eigen"])
+@pytest.mark.parametrize(("lr", "momentum"), [(None, None), (0.3, None), (None, 0.5), (0.3, 0.5)])
+def test_coefficients_and_predictions_against_a_dense_model(kind, lr, momentum):
+    model, inputs, labels = small_problem()
+    decay = 0.02
+    optimizer = kfc.KFAC(
+        model,
+        weight_decay=decay,
+        lr=lr,
+        momentum=momentum,
+        initial_model_damping=0.5,
+        inverse=kind,
+        fisher="exact",
+        statistics_period=1,
+        inverse_period=1,
+        damping_period=1,
+        gamma_period=NEVER,
+    )
+    closure = closure_of(model, inputs, labels)
+    previous, gamma = None, math.sqrt(0.5 + decay)
+    for _ in range(4):
+        before = flat_parameters(model)
+        objective = closure() + 0.5 * decay * sum(p.square().sum() for p in model.parameters())
+        gradient = flat_gradient(model, objective)
+        curvature = exact_fisher(model, inputs, cross_entropy()) + decay * torch.eye(len(before))
+        optimizer.step(closure)
+        after, told = flat_parameters(model), optimizer.step_diagnostics
+        direction = dense_direction(model, optimizer.factors, gradient, gamma, kind)
+        vectors = torch.stack([direction] if previous is None else [direction, previous])
+        damped = curvature + told["model_damping"] * torch.eye(len(before))
+        coefficients = _dense_minimiser(vectors, damped, gradient, lr, momentum)
+        found = [told["lr"], told["momentum"]][: len(vectors)]
+        assert_close(torch.tensor(found), coefficients, rtol=1e-8, atol=1e-10)
+        update = coefficients @ vectors
+        assert_close(after - before, update, rtol=1e-8, atol=1e-10)
+        predicted = gradient @ update + 0.5 * update @ curvature @ update
+        assert told["model_change"] == pytest.approx(predicted.item(), rel=1e-8)
+        new = closure() + 0.5 * decay * sum(p.square().sum() for p in model.parameters())
+        change = (new - objective).item()
+        assert told["objective_change"] == pytest.approx(change, rel=1e-8)
+        assert told["reduction_ratio"] == pytest.approx(change / predicted.item(), rel=1e-8)
+        previous = after - before
+
+
+def _dense_minimiser(vectors, damped, gradient, lr, momentum):
+    matrix, slopes = vectors @ damped @ vectors.T, vectors @ gradient
+    given = [lr, momentum][: len(vectors)]
+    c = torch.tensor([0.0 if value is None else value for value in given])
+    free = [i for i, value in enumerate(given) if value is None]
+    if free:
+        right = -(slopes + matrix @ c)[free]
+        c[free] = torch.linalg.solve(matrix[free][:, free], right)
+    return c
+
+
+def test_with_everything_given_it_is_kfc():
+    model, inputs, labels = small_problem()
+    twin = copy.deepcopy(model)
+    options = {"momentum": 0.8, "weight_decay": 0.01, "fisher": "sampled", "seed": 3}
+    options |= {"statistics_period": 2, "inverse_period": 3, "averaging_timescale": 4.0}
+    clip = {"fisher_clip": 0.002}
+    adaptive = kfc.KFAC(
+        model, lr=0.3, model_damping=0.0, factor_damping=math.sqrt(0.06), **options, **clip
+    )
+    plain = kfc.KFC(twin, 0.3, damping=0.05, clip_period=1, clip_fraction=1, **options, **clip)
+    for _ in range(6):
+        adaptive.step(closure_of(model, inputs, labels))
+        plain.zero_grad()
+        closure_of(twin, inputs, labels)().backward()
+        plain.step()
+        assert_close(flat_parameters(model), flat_parameters(twin), rtol=1e-9, atol=1e-12)
+    assert plain.diagnostics["clip_factor"] < 1
+    with adaptive.averaged_parameters(), plain.averaged_parameters():
+        assert_close(flat_parameters(model), flat_parameters(twin), rtol=1e-9, atol=1e-12)
+
+
+def test_without_a_clip_nothing_is_measured_where_nothing_adapts():
+    model, inputs, labels = small_problem()
+    optimizer = kfc.KFAC(
+        model, lr=0.1, momentum=0.5, model_damping=0.1, factor_damping=0.3, damping_period=1
+    )
+    optimizer.step(closure_of(model, inputs, labels))
+    assert optimizer.step_diagnostics["model_change"] is None
+    assert optimizer.step_diagnostics["reduction_ratio"] is None
+
+
+def test_clipping_bounds_the_rate_and_momentum_is_chosen_for_it():
+    model, inputs, labels = small_problem()
+    limit = 1e-3
+    optimizer = kfc.KFAC(model, initial_model_damping=0.1, fisher_clip=limit)
+    clipped = 0
+    for _ in range(6):
+        optimizer.step(closure_of(model, inputs, labels))
+        norm = optimizer.step_diagnostics["fisher_norm"]
+        assert norm <= limit * (1 + 1e-9)
+        clipped += norm == pytest.approx(limit)
+    assert clipped >= 2
+
+
+def test_micro_batches_are_one_batch():
+    model, inputs, labels = small_problem()
+    twin = copy.deepcopy(model)
+    options = {"initial_model_damping": 0.5, "fisher": "exact", "damping_period": 1}
+    whole, split = kfc.KFAC(model, **options), kfc.KFAC(twin, **options)
+    parts = ((0, 8), (8, 20))
+
+    def in_parts() -> Tensor:
+        losses = [F.cross_entropy(twin(inputs[a:b]), labels[a:b]) * (b - a) / 20 for a, b in parts]
+        return sum(losses)
+
+    for _ in range(4):
+        whole.step(closure_of(model, inputs, labels))
+        split.step(in_parts)
+        assert_close(flat_parameters(twin), flat_parameters(model), rtol=1e-9, atol=1e-12)
+    assert split.step_diagnostics == pytest.approx(whole.step_diagnostics, rel=1e-7)
+
+
+def test_parameters_with_the_plain_gradient_get_a_rate_of_their_own():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((6,), 10.0))
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.layer(inputs * self.scale)
+
+    model = Scaled()
+    inputs, labels = torch.randn(30, 6), torch.randint(3, (30,))
+    optimizer = kfc.KFAC(model, initial_model_damping=1.0, fisher="exact")
+    losses = [optimizer.step(closure_of(model, inputs, labels)).item() for _ in range(40)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert not torch.equal(model.scale, torch.full((6,), 10.0))
+
+
+# The same batch, again
+
+
+def test_evaluating_again_sees_the_same_masks_and_leaves_no_trace():
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3),
+        nn.BatchNorm2d(3),
+        nn.ReLU(),
+        nn.Dropout(),
+        nn.Flatten(),
+        nn.LazyLinear(3),
+    )
+    inputs, labels = torch.randn(20, 1, 5, 5), torch.randint(3, (20,))
+    model(inputs)
+    twin = copy.deepcopy(model)
+    optimizer = kfc.KFAC(model, initial_model_damping=0.1, damping_period=1, weight_decay=0.1)
+    optimizer.step(closure_of(model, inputs, labels))
+    twin.load_state_dict(model.state_dict())
+    state = torch.get_rng_state()
+    optimizer.step(closure_of(model, inputs, labels))
+    told, after = optimizer.step_diagnostics, torch.get_rng_state()
+
+    def objective(parameters: nn.Module) -> float:
+        torch.set_rng_state(state)
+        loss = F.cross_entropy(twin(inputs), labels)
+        return (loss + 0.05 * sum(p.square().sum() for p in parameters.parameters())).item()
+
+    first = objective(twin)
+    assert torch.equal(torch.get_rng_state(), after)
+    for name, buffer in twin.named_buffers():
+        assert torch.equal(buffer, dict(model.named_buffers())[name]), name
+    twin.load_state_dict(model.state_dict())
+    assert told["objective_change"] == pytest.approx(objective(model) - first, rel=1e-9)
+
+
+def test_the_model_sees_the_masks_of_the_closures_forward():
+    """The exact Fisher of the thinned network, with the mask drawn after other random numbers."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(), nn.Linear(8, 3))
+    inputs, labels = torch.randn(20, 6), torch.randint(3, (20,))
+    optimizer = kfc.KFAC(model, initial_model_damping=0.1, fisher="exact")
+
+    def closure() -> Tensor:
+        noise = 0.1 * torch.randn(20, 6)
+        return F.cross_entropy(model(inputs + noise), labels)
+
+    state, before = torch.get_rng_state(), copy.deepcopy(model)
+    start = flat_parameters(model)
+    optimizer.step(closure)
+    torch.set_rng_state(state)
+    noisy = inputs + 0.1 * torch.randn(20, 6)
+    mask = F.dropout(torch.ones(20, 8))
+
+    class Thinned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = before[0], before[3]
+
+        def forward(self, values: Tensor) -> Tensor:
+            return self.second(torch.tanh(self.first(values)) * mask)
+
+    thinned = Thinned()
+    gradient = flat_gradient(thinned, F.cross_entropy(thinned(noisy), labels))
+    update = flat_parameters(model) - start
+    fisher = exact_fisher(thinned, noisy, cross_entropy())
+    predicted = gradient @ update + 0.5 * update @ fisher @ update
+    assert optimizer.step_diagnostics["model_change"] == pytest.approx(predicted.item(), rel=1e-7)
+
+
+# Adaptation
+
+
+@pytest.mark.parametrize(("part", "power"), [(1.0, 1), (0.5, 0), (0.1, -1), (-1.0, -1)])
+def test_model_damping_follows_the_reduction_ratio(part, power):
+    """An objective of which a part of the predicted change comes true."""
+    model, inputs, targets = linear_problem()
+    optimizer = kfc.KFAC(
+        model, likelihood="gaussian", initial_model_damping=2.0, damping_period=3, fisher="exact"
+    )
+    seen = []
+
+    def closure() -> Tensor:
+        loss = F.mse_loss(model(inputs), targets)
+        if torch.is_grad_enabled():
+            seen.append(loss.detach())
+            return loss
+        return seen[-1] + part * (loss - seen[-1])
+
+    for step in range(1, 7):
+        optimizer.step(closure)
+        told = optimizer.step_diagnostics
+        if step % 3:
+            assert told["reduction_ratio"] is None
+        else:
+            assert told["reduction_ratio"] == pytest.approx(part, abs=1e-6)
+        expected = 2.0 * (19 / 20) ** (5 * power * (step // 3))
+        assert optimizer.model_damping.value == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("bound", [1e-10, 1e10])
+def test_model_damping_is_bounded(bound):
+    model, inputs, targets = linear_problem()
+    optimizer = kfc.KFAC(
+        model, likelihood="gaussian", initial_model_damping=bound, damping_period=1
+    )
+    for value in (1.0, -1.0):
+        optimizer.model_damping.adapt(value)
+    assert 1e-10 <= optimizer.model_damping.value <= 1e10
+    optimizer.step(lambda: F.mse_loss(model(inputs), targets))
+    assert torch.isfinite(flat_parameters(model)).all()
+
+
+@pytest.mark.parametrize("kind", ["factored", "eigen"])
+@pytest.mark.parametrize("start", [1e-3, 0.3, 30.0])
+def test_factor_damping_is_the_best_of_three(kind, start):
+    model, inputs, labels = small_problem()
+    options = {"inverse": kind, "fisher": "exact", "statistics_period": 1, "gamma_period": 3}
+    optimizer = kfc.KFAC(model, initial_model_damping=0.05, **options)
+    optimizer.factor_damping.value = start
+    closure = closure_of(model, inputs, labels)
+    for _ in range(2):
+        optimizer.step(closure)
+    assert optimizer.factor_damping.value == start
+    weights, state = copy.deepcopy(model.state_dict()), optimizer.state_dict()
+    outcomes = {}
+    for candidate in (start, start * (19 / 20) ** 10, start / (19 / 20) ** 10):
+        twin, _, _ = small_problem()
+        twin.load_state_dict(weights)
+        # As if γ had been the candidate, and inverses were due.
+        other = kfc.KFAC(twin, factor_damping=candidate, **options | {"inverse_period": 1})
+        other.load_state_dict(state)
+        before = flat_parameters(twin)
+        gradient = flat_gradient(twin, closure_of(twin, inputs, labels)())
+        fisher = exact_fisher(twin, inputs, cross_entropy()) + 0.05 * torch.eye(len(before))
+        other.step(closure_of(twin, inputs, labels))
+        update = flat_parameters(twin) - before
+        value = gradient @ update + 0.5 * update @ fisher @ update
+        outcomes[value.item()] = candidate, flat_parameters(twin)
+    best, parameters = outcomes[min(outcomes)]
+    optimizer.step(closure)
+    assert optimizer.factor_damping.value == pytest.approx(best)
+    assert_close(flat_parameters(model), parameters, rtol=1e-8, atol=1e-10)
+    # The inverses that go on being used are those of the choice.
+    dampings = [layer["damping"] for layer in optimizer.diagnostics["layers"].values()]
+    assert dampings == pytest.approx([best**2] * 2)
+
+
+def test_factor_damping_begins_at_the_root_of_all_other_damping():
+    model, _, _ = small_problem()
+    assert kfc.KFAC(
+        model, weight_decay=0.09, initial_model_damping=0.16
+    ).factor_damping.value == pytest.approx(0.5)
+    given = kfc.KFAC(model, weight_decay=0.09, model_damping=0.4).factor_damping.value
+    assert given == pytest.approx(0.7)
+    assert kfc.KFAC(model, model_damping=0.0).factor_damping.value > 0
+
+
+# The quadratic model
+
+
+def model_of(vectors: Tensor, matrix: Tensor, gradient: Tensor) -> QuadraticModel:
+    products = vectors @ matrix @ vectors.T
+    return QuadraticModel(vectors @ gradient, products, vectors @ vectors.T, 2.2e-16)
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 10**6), damping=st.floats(0, 10))
+def test_the_minimiser_is_that_of_the_dense_system(seed, damping):
+    generator = torch.Generator().manual_seed(seed)
+    root, vectors, gradient = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((6, 6), (2, 6), (6,))
+    )
+    matrix = root @ root.T
+    model = model_of(vectors, matrix, gradient)
+    eye = torch.eye(6, dtype=torch.float64)
+    system = vectors @ (matrix + damping * eye) @ vectors.T
+    wanted = torch.linalg.solve(system, -vectors @ gradient)
+    found = model.minimiser(damping)
+    assert_close(torch.tensor(found, dtype=torch.float64), wanted, rtol=1e-6, atol=1e-9)
+    update = wanted @ vectors
+    change = gradient @ update + 0.5 * update @ (matrix + damping * eye) @ update
+    assert model.change(found, damping) == pytest.approx(change.item(), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0, -3.0, 1 + 1e-15, 1e8, 1e-8])
+def test_vanishing_and_parallel_directions_change_nothing(factor):
+    matrix, direction, gradient = torch.diag(torch.tensor([1.0, 4.0])), torch.ones(2), torch.ones(2)
+    alone = model_of(direction[None], matrix, gradient).minimiser(0.1)
+    vectors = torch.stack([direction, factor * direction])
+    both = model_of(vectors, matrix, gradient).minimiser(0.1)
+    assert_close(torch.tensor(both) @ vectors, alone[0] * direction)
+
+
+def test_a_direction_without_curvature_is_not_followed_without_bound():
+    vectors, matrix = torch.eye(2), torch.diag(torch.tensor([2.0, 0.0]))
+    found = model_of(vectors, matrix, torch.ones(2)).minimiser(0.0)
+    assert found == pytest.approx([-0.5, 0.0])
+
+
+# Losses that are not finite
+
+
+def barrier_problem() -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A loss that is not a number beyond a short distance, and steep before."""
+    model = nn.Linear(3, 1)
+    inputs = torch.randn(10, 3)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+
+    def closure() -> Tensor:
+        return (model(inputs) - 30).square().mean() + (0.01 - model.weight.square().sum()).log()
+
+    return model, closure
+
+
+@pytest.mark.parametrize("damping_period", [1, 3])
+def test_a_step_into_nan_is_taken_again_with_more_damping(damping_period):
+    """With period 3 the next step notices, and goes back."""
+    model, closure = barrier_problem()
+    optimizer = kfc.KFAC(
+        model, likelihood="gaussian", initial_model_damping=1e-3, damping_period=damping_period
+    )
+    optimizer.step(closure)
+    if damping_period == 3:
+        assert math.isnan(closure().item())
+        with torch.no_grad():
+            inside = 0
+        for _ in range(6):
+            optimizer.step(closure)
+            inside = closure().item()
+            if math.isfinite(inside):
+                break
+    assert math.isfinite(closure().item())
+    assert optimizer.model_damping.value > 1e-3
+    assert flat_parameters(model).abs().max() > 0
+
+
+@pytest.mark.parametrize("when", ["at once", "after the update"])
+def test_if_nothing_helps_the_parameters_are_as_they_were(when):
+    model, inputs, labels = small_problem()
+    optimizer = kfc.KFAC(model, initial_model_damping=1.0, damping_period=1)
+    plain = closure_of(model, inputs, labels)
+    optimizer.step(plain)
+    optimizer.step(plain)
+    before, state = flat_parameters(model), copy.deepcopy(optimizer.state_dict())
+
+    def closure() -> Tensor:
+        bad = torch.is_grad_enabled() if when == "at once" else not torch.is_grad_enabled()
+        return plain() * (math.nan if bad else 1.0)
+
+    with pytest.raises(FloatingPointError, match="The parameters are as they were"):
+        optimizer.step(closure)
+    assert torch.equal(flat_parameters(model), before)
+    assert optimizer.state_dict()["dampings"] == state["dampings"]
+    for key, values in state["state"].items():
+        assert torch.equal(
+            values["previous_update"], optimizer.state_dict()["state"][key]["previous_update"]
+        )
+    optimizer.step(plain)
+    assert closure_of(model, inputs, labels)().item() < 2
+
+
+def test_where_damping_has_no_say_nan_is_an_error_at_once():
+    model, inputs, labels = small_problem()
+    optimizer = kfc.KFAC(model, lr=0.1, momentum=0.9)
+    evaluations = []
+
+    def closure() -> Tensor:
+        evaluations.append(0)
+        return closure_of(model, inputs, labels)() * math.nan
+
+    with pytest.raises(FloatingPointError, match="too bold"):
+        optimizer.step(closure)
+    assert len(evaluations) == 1
+
+
+# Use
+
+
+def test_it_trains_without_a_learning_rate():
+    model, inputs, labels = small_problem()
+    optimizer = kfc.KFAC(model, initial_model_damping=1.0)
+    losses = [optimizer.step(closure_of(model, inputs, labels)).item() for _ in range(100)]
+    assert losses[-1] < 1e-2 < losses[0]
+
+
+@pytest.mark.parametrize("kind", ["factored", "eigen"])
+def test_resuming_goes_on_bit_for_bit(kind):
+    model, inputs, labels = small_problem()
+    model.insert(3, nn.Dropout(0.2))
+    options = {"initial_model_damping": 1.0, "damping_period": 2, "gamma_period": 3}
+    options |= {"inverse": kind, "averaging_timescale": 3.0}
+    optimizer = kfc.KFAC(model, **options)
+    for _ in range(7):
+        optimizer.step(closure_of(model, inputs, labels))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
+    told = []
+    for _ in range(7):
+        optimizer.step(closure_of(model, inputs, labels))
+        told.append(optimizer.step_diagnostics)
+    twin = copy.deepcopy(model)
+    again = kfc.KFAC(twin, **options)
+    twin.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    torch.set_rng_state(saved[2])
+    for wanted in told:
+        again.step(closure_of(twin, inputs, labels))
+        assert again.step_diagnostics == wanted
+    assert torch.equal(flat_parameters(twin), flat_parameters(model))
+
+
+def test_a_schedule_moves_a_given_rate():
+    model, inputs, labels = small_problem()
+    optimizer = kfc.KFAC(model, lr=0.2, groups=[{"prefix": "4", "weight_decay": 0.1}])
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.step(closure_of(model, inputs, labels))
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
+    twin, other = copy.deepcopy(model), None
+    other = kfc.KFAC(twin, lr=0.1, groups=[{"prefix": "4", "weight_decay": 0.1}])
+    other.load_state_dict(optimizer.state_dict())
+    optimizer.step(closure_of(model, inputs, labels))
+    other.step(closure_of(twin, inputs, labels))
+    assert torch.equal(flat_parameters(twin), flat_parameters(model))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model_damping": -1.0}, "model_damping must be"),
+        ({"factor_damping": math.nan}, "factor_damping must be"),
+        ({"lr": -1.0}, "lr must be"),
+        ({"momentum": 1.0}, "momentum must be"),
+        ({"initial_model_damping": 0.0}, "initial_model_damping must be"),
+        ({"damping_decrease": 1.0}, "damping_decrease must be"),
+        ({"gamma_factor": 0.0}, "gamma_factor must be"),
+        ({"damping_period": 0}, "damping_period must be"),
+        ({"gamma_period": 2.5}, "gamma_period must be"),
+        ({"fisher_clip": 0.0}, "fisher_clip must be"),
+        ({"groups": [{"prefix": "0", "lr": 0.1}]}, "unknown options"),
+        ({"groups": [{"prefix": "0", "damping": 0.1}], "lr": 0.1}, "unknown options"),
+    ],
+)
+def test_bad_options_are_refused_by_name(options, message):
+    model, _, _ = small_problem()
+    with pytest.raises(ValueError, match=message):
+        kfc.KFAC(model, **options)
+    assert not model._forward_hooks
+
+
+def test_closures_that_cannot_be_used_are_refused():
+    model, inputs, labels = small_problem()
+    optimizer = kfc.KFAC(model)
+    loss = closure_of(model, inputs, labels)
+
+    def with_backward() -> Tensor:
+        value = loss()
+        value.backward()
+        return value
+
+    for closure, error, message in (
+        (None, TypeError, "needs a closure"),
+        (with_backward, RuntimeError, "without calling backward"),
+        (lambda: loss().item(), TypeError, "returned a float"),
+        (lambda: loss().detach(), TypeError, "without a graph"),
+        (lambda: model(inputs), TypeError, r"of shape \(20, 3\)"),
+    ):
+        with pytest.raises(error, match=message):
+            optimizer.step(closure)
+    model.eval()
+    with pytest.raises(RuntimeError, match="training mode"):
+        optimizer.step(loss)
+    model.train()
+    optimizer.step(loss)
+    with pytest.raises(ValueError, match="dampings"):
+        optimizer.load_state_dict(
+            {k: v for k, v in optimizer.state_dict().items() if k != "dampings"}
+        )
