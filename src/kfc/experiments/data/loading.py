@@ -18,7 +18,7 @@ from kfc.experiments.data.cache import (
 from kfc.experiments.data.catalogue import entry_named
 from kfc.experiments.data.forms import Entry
 from kfc.experiments.data.progress import Reporter
-from kfc.experiments.data.raw import Raw, decode_raw, find_raw, is_official
+from kfc.experiments.data.raw import Raw, decode_own, find_raw, is_official
 from kfc.experiments.data.sets import DataError, Dataset, Decoded, content_digest
 from kfc.experiments.data.sources import obtain
 from kfc.experiments.data.verification import verified_digest
@@ -86,14 +86,11 @@ def check_entry(entry: Entry, folder: Path) -> Iterator[Finding]:
     if entry.embedded:
         yield Finding(True, f"embedded: sha256 {_embedded(entry, entry.embedded()).digest}")
         return
-    home = cache_folder(entry, folder)
-    raws = list(find_raw(entry, folder))
-    if home.exists():
-        yield _check_cache(entry, folder)
-    for raw in raws:
-        yield _check_raw(entry, raw)
-    if not home.exists() and not raws:
-        yield Finding(False, f"not in {folder}; `kfc data get {entry.name}` fetches it")
+    findings = [_check_raw(entry, folder, raw) for raw in find_raw(entry, folder)]
+    if cache_folder(entry, folder).exists():
+        findings.insert(0, _check_cache(entry, folder))
+    nowhere = Finding(False, f"not in {folder}; `kfc data get {entry.name}` fetches it")
+    yield from [finding for finding in findings if finding] or [nowhere]
 
 
 def _check_cache(entry: Entry, folder: Path) -> Finding:
@@ -110,11 +107,14 @@ def _check_cache(entry: Entry, folder: Path) -> Finding:
     return Finding(True, f"{home}: {counts}, sha256 {found}, {_standing(entry, record.official)}")
 
 
-def _check_raw(entry: Entry, raw: Raw) -> Finding:
+def _check_raw(entry: Entry, folder: Path, raw: Raw) -> Finding | None:
     try:
-        _, digest = decode_raw(entry, raw)
+        content = decode_own(entry, folder, raw)
     except DataError as error:
         return Finding(False, str(error))
+    if content is None:
+        return None
+    _, digest = content
     return Finding(True, f"{raw.path}: sha256 {digest}, {_standing(entry, is_official(raw))}")
 
 

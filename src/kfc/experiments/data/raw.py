@@ -10,7 +10,7 @@ from pathlib import Path
 from kfc.experiments.data.containers import Read, archive_reader, folder_reader, present
 from kfc.experiments.data.forms import Entry, Form
 from kfc.experiments.data.sets import DataError, Decoded
-from kfc.experiments.data.verification import verified_digest
+from kfc.experiments.data.verification import AnotherSetError, verified_digest
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,19 @@ def missing_files(entry: Entry, folder: Path) -> str | None:
     return None
 
 
+def decode_own(entry: Entry, folder: Path, raw: Raw) -> tuple[Decoded, str] | None:
+    """As ``decode_raw``, but None for another set's files in the folder that all sets share.
+
+    MNIST and Fashion-MNIST name their files alike: those of one must not bar the way to the other.
+    """
+    try:
+        return decode_raw(entry, raw)
+    except AnotherSetError:
+        if raw.path.is_relative_to(folder / entry.name):
+            raise
+        return None
+
+
 def decode_raw(entry: Entry, raw: Raw) -> tuple[Decoded, str]:
     """The verified content and its digest; a DataError names the files and their hashes."""
     try:
@@ -77,7 +90,7 @@ def decode_raw(entry: Entry, raw: Raw) -> tuple[Decoded, str]:
     except DataError as error:
         lines = [f"{raw.path} is refused as {entry.name}: {error}", *_hash_lines(raw)]
         lines.append("Remove or replace it.")
-        raise DataError("\n".join(lines)) from error
+        raise type(error)("\n".join(lines)) from error
 
 
 def _decoded(raw: Raw) -> Decoded:

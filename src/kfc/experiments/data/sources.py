@@ -11,7 +11,7 @@ from kfc.experiments.data.download import download
 from kfc.experiments.data.forms import Entry, Form, Installed, Package
 from kfc.experiments.data.npm import pack
 from kfc.experiments.data.progress import Reporter
-from kfc.experiments.data.raw import Raw, decode_raw, find_raw, missing_files
+from kfc.experiments.data.raw import Raw, decode_own, decode_raw, find_raw, missing_files
 from kfc.experiments.data.sets import DataError, Decoded
 
 
@@ -33,7 +33,10 @@ def obtain(entry: Entry, folder: Path, reporter: Reporter) -> Found:
     Local files that are damaged end the search: their owner should know, and decide.
     """
     for raw in find_raw(entry, folder):
-        return _decode(entry, raw, reporter)
+        reporter.note(f"Decoding {raw.path}")
+        if content := decode_own(entry, folder, raw):
+            return Found(*content, raw)
+        reporter.note(f"Passing over {raw.path}: the files are another data set's")
     missing = missing_files(entry, folder)
     here = missing or f"no files of {entry.name} in {folder} or {folder / entry.name}"
     failures = [f"local folder: {here}"]

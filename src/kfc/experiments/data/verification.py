@@ -7,6 +7,10 @@ from kfc.experiments.data.forms import Entry
 from kfc.experiments.data.sets import DataError, Decoded, Split, content_digest
 
 
+class AnotherSetError(DataError):
+    """The content of another data set of the catalogue."""
+
+
 def verified_digest(entry: Entry, decoded: Decoded) -> str:
     """The digest of content that has the catalogue's shapes, counts and, if known, digest."""
     for title, split, count in (
@@ -16,9 +20,10 @@ def verified_digest(entry: Entry, decoded: Decoded) -> str:
         require_structure(entry, title, split, count)
     digest = content_digest(decoded)
     if entry.digest not in (None, digest):
-        owner = owner_of(digest)
-        hint = f"; this is the content of {owner}" if owner else ""
-        raise DataError(f"the content has sha256 {digest}, not {entry.digest}{hint}")
+        wrong = f"the content has sha256 {digest}, not {entry.digest}"
+        if owner := owner_of(digest):
+            raise AnotherSetError(f"{wrong}; this is the content of {owner}")
+        raise DataError(wrong)
     return digest
 
 
