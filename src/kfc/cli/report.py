@@ -64,8 +64,9 @@ def report(
 
 
 def goals_of(comparison: Comparison | None, records: list[Record]) -> Goals:
+    """The comparison's; if it has none, round errors that the runs of the table reached."""
     if comparison is None or not (comparison.train_errors or comparison.test_errors):
-        return default_goals(records)
+        return default_goals(best_runs(records))
     return Goals(tuple(comparison.train_errors), tuple(comparison.test_errors))
 
 
