@@ -7,6 +7,7 @@ from dataclasses import replace
 import plotly.graph_objects as go
 import pytest
 
+from kfc.cli.report import goals_of
 from kfc.report.costs import cost_by_part, cost_rows
 from kfc.report.curves import curve_data
 from kfc.report.diagnostics import layer_figures
@@ -152,6 +153,14 @@ def test_default_goals_are_round_and_reached(kfc_run, sgd_run):
     assert default_goals([with_errors(fast, [90]), with_errors(slow, [None, None])]) == Goals()
 
 
+def test_default_goals_are_those_of_the_runs_shown(kfc_run, sgd_run):
+    """Not of learning rates that were tried and given up."""
+    chosen = with_last_loss(with_errors(kfc_run, [90, 20, 7]), 0.1)
+    given_up = with_last_loss(with_errors(kfc_run, [90, 80, 0.37]), 0.5, reason="not chosen")
+    assert goals_of(None, [given_up, chosen]).train_errors == (8,)
+    assert goals_of(None, [given_up, chosen]) == default_goals([chosen])
+
+
 # Learning rates
 
 
@@ -167,6 +176,22 @@ def test_learning_rates_are_compared_after_equal_seconds(tmp_path):
     curve, failures = sensitivity_figure([short, long, lost], ["KFC"]).variants[0]
     assert (curve["x"], failures["x"]) == ([0.01, 0.1], [1.0])
     assert sensitivity_figure([short], ["KFC"]) is None
+
+
+def test_a_loss_of_zero_is_no_failure(kfc_run):
+    records = [with_last_loss(kfc_run, loss, lr) for loss, lr in ((0.0, 0.1), (0.02, 1.0))]
+    (curve,) = sensitivity_figure(records, ["KFC"]).variants[0]
+    assert (curve["x"], curve["y"]) == ([0.1, 1.0], [0.01, 0.02])
+    assert [loss for loss, _ in curve["customdata"]] == ["0", "0.02"]
+    all_zero = [with_last_loss(kfc_run, 0.0, lr) for lr in (0.1, 1.0)]
+    assert sensitivity_figure(all_zero, ["KFC"]).variants[0][0]["y"] == [0.5, 0.5]
+    lost = with_last_loss(kfc_run, None, 10.0)
+    curve, failures = sensitivity_figure([*records, lost], ["KFC"]).variants[0]
+    assert (failures["x"], failures["y"], failures["customdata"]) == (
+        [10.0],
+        [0.04],
+        ["no finite loss"],
+    )
 
 
 # Costs

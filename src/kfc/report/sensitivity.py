@@ -14,7 +14,7 @@ from kfc.report.summary import end_reason, last_evaluation
 CAPTION = (
     "Averaged training loss against the learning rate, after equal seconds of training within a "
     "method: those of its shortest run that did not diverge. Diverged runs are crosses along the "
-    "upper edge."
+    "upper edge; zero is drawn at half of the smallest loss, and hovering tells that it is zero."
 )
 
 
@@ -36,11 +36,10 @@ def sensitivity_figure(records: Sequence[Record], names: Sequence[str]) -> Figur
     grids = {name: grid_points([r for r in records if r.name == name]) for name in names}
     if all(len({point.lr for point in grid}) < 2 for grid in grids.values()):
         return None
-    losses = [point.loss for grid in grids.values() for point in grid if _is_drawn(point)]
-    edge = 2 * max((loss for loss in losses if loss is not None), default=1.0)
+    floor, edge = _range([point for grid in grids.values() for point in grid])
     traces = []
     for index, (name, grid) in enumerate(grids.items()):
-        traces += [_curve(index, name, grid), _failures(index, name, grid, edge)]
+        traces += [_curve(index, name, grid, floor), _failures(index, name, grid, edge)]
     shape = layout("learning rate", "averaged training loss", log="xy", height=380)
     drawn = [trace for trace in traces if trace["x"]]
     return Figure("sensitivity", "Loss by learning rate", CAPTION, shape, [drawn])
@@ -61,24 +60,33 @@ def _point(record: Record, common: float) -> Point:
     return Point(record.config.lr, row[-1]["averaged_train_loss"], row[-1]["seconds"], diverged)
 
 
-def _is_drawn(point: Point) -> bool:
-    return not point.diverged and bool(point.loss)
+def _range(points: Sequence[Point]) -> tuple[float, float]:
+    """Where zero is drawn, which has no place on a logarithmic axis, and where failures are."""
+    positive = [loss for _, loss in _losses(points) if loss > 0]
+    return min(positive, default=1.0) / 2, 2 * max(positive, default=1.0)
 
 
-def _curve(index: int, name: str, grid: Sequence[Point]) -> Json:
-    points = [point for point in grid if _is_drawn(point)]
+def _losses(points: Sequence[Point]) -> list[tuple[Point, float]]:
+    """Of the points that have one to be drawn."""
+    return [(p, p.loss) for p in points if not p.diverged and p.loss is not None]
+
+
+def _curve(index: int, name: str, grid: Sequence[Point], floor: float) -> Json:
+    drawn = _losses(grid)
     return line(
         index,
         name,
-        [point.lr for point in points],
-        [point.loss for point in points],
-        customdata=[number(point.seconds) for point in points],
-        hovertemplate="loss %{y:.4g} at learning rate %{x:.3~g}, after %{customdata} s",
+        [point.lr for point, _ in drawn],
+        [max(loss, floor) for _, loss in drawn],
+        customdata=[[f"{loss:.4g}", number(point.seconds)] for point, loss in drawn],
+        hovertemplate=(
+            "loss %{customdata[0]} at learning rate %{x:.3~g}, after %{customdata[1]} s"
+        ),
     )
 
 
 def _failures(index: int, name: str, grid: Sequence[Point], edge: float) -> Json:
-    points = [point for point in grid if not _is_drawn(point)]
+    points = [point for point in grid if point.diverged or point.loss is None]
     words = ["diverged" if point.diverged else "no finite loss" for point in points]
     trace = line(index, name, [point.lr for point in points], [edge for _ in points])
     return {
