@@ -194,6 +194,15 @@ def test_a_loss_of_zero_is_no_failure(kfc_run):
     )
 
 
+def test_runs_without_a_learning_rate_are_left_out(kfc_run):
+    adaptive = replace(kfc_run, config=replace(kfc_run.config, lr=None))
+    assert sensitivity_figure([adaptive, adaptive], ["KFC"]) is None
+    rated = [with_last_loss(kfc_run, 0.1, lr) for lr in (0.1, 1.0)]
+    (curve,) = sensitivity_figure([adaptive, *rated], ["KFC"]).variants[0]
+    assert curve["x"] == [0.1, 1.0]
+    assert distinct_labels([adaptive, adaptive])[0] == "KFC, lr none (1)"
+
+
 # Costs
 
 

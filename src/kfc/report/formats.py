@@ -40,7 +40,7 @@ def distinct_labels(records: Sequence[Record]) -> list[str]:
     """The runs' names; with the learning rate, and a count, where several share one."""
     names = [record.name for record in records]
     labels = [
-        name if names.count(name) == 1 else f"{name}, lr {record.config.lr:g}"
+        name if names.count(name) == 1 else f"{name}, lr {setting(record.config.lr)}"
         for name, record in zip(names, records, strict=True)
     ]
     return [

@@ -46,8 +46,11 @@ def sensitivity_figure(records: Sequence[Record], names: Sequence[str]) -> Figur
 
 
 def grid_points(grid: Sequence[Record]) -> list[Point]:
-    """The runs of one name by learning rate, all at the same time."""
-    ran = [record for record in grid if record.evaluations]
+    """The runs of one name by learning rate, all at the same time.
+
+    Those of an optimizer that chooses its learning rate itself have no place among them.
+    """
+    ran = [record for record in grid if record.evaluations and record.config.lr is not None]
     sound = [record for record in ran if end_reason(record) != "diverged"]
     common = min((last_evaluation(record)["seconds"] for record in sound or ran), default=0.0)
     return sorted((_point(record, common) for record in ran), key=lambda point: point.lr)
@@ -57,6 +60,7 @@ def _point(record: Record, common: float) -> Point:
     # The first evaluation stands in for a run whose first one came later than the common time.
     row = [row for row in record.evaluations if row["seconds"] <= common] or record.evaluations[:1]
     diverged = end_reason(record) == "diverged"
+    assert record.config.lr is not None
     return Point(record.config.lr, row[-1]["averaged_train_loss"], row[-1]["seconds"], diverged)
 
 
