@@ -108,8 +108,19 @@ def test_wrong_usage(tmp_path):
         assert all(name in errors for name in NAMES)
 
 
-@pytest.mark.parametrize("command", ["list", "get", "check", "path"])
+@pytest.mark.parametrize("command", ["list", "get svhn", "check svhn", "path"])
+def test_a_home_that_is_nobodys(command, monkeypatch):
+    nowhere = "~nobody-of-this-name/data"
+    given = CliRunner().invoke(data_app, [*command.split(), "--data-dir", nowhere])
+    monkeypatch.setenv("KFC_DATA_DIR", nowhere)
+    by_variable = CliRunner().invoke(data_app, command.split())
+    for result in (given, by_variable):
+        assert result.exit_code == 1
+        assert f"{nowhere} cannot be the data folder" in result.output
+
+
+@pytest.mark.parametrize("command", ["", "list", "get", "check", "path"])
 def test_help_has_an_example(command):
-    result = CliRunner().invoke(data_app, [command, "--help"])
+    result = CliRunner().invoke(data_app, [*command.split(), "--help"])
     assert result.exit_code == 0
     assert "Example" in result.output

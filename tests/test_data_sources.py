@@ -8,6 +8,7 @@ import pickle
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -519,3 +520,11 @@ def test_the_folder_is_the_argument_then_the_variable_then_the_users_cache(monke
     monkeypatch.setenv("KFC_DATA_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert data_folder() == tmp_path / "cache" / "kfc" / "data"
+
+
+def test_a_home_that_is_nobodys_is_an_error(monkeypatch):
+    with pytest.raises(DataError, match="~nobody-of-this-name/data cannot be the data folder"):
+        data_folder(Path("~nobody-of-this-name/data"))
+    monkeypatch.setenv("KFC_DATA_DIR", "~nobody-of-this-name/data")
+    with pytest.raises(DataError, match="KFC_DATA_DIR"):
+        load("svhn")

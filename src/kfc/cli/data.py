@@ -21,9 +21,19 @@ from kfc.experiments.data.loading import (
     whereabouts,
 )
 
-data_app = typer.Typer(
-    help="Data sets: what there is, fetching it, checking it.", no_args_is_help=True
-)
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+
+
+@data_app.callback()
+def data() -> None:
+    """Data sets: what there is, fetching it, checking it.
+
+    Examples:
+
+      kfc data list
+
+      kfc data get cifar10
+    """
 
 
 def known_name(name: str) -> str:
@@ -58,7 +68,11 @@ def list_sets(data_dir: DataDir = None) -> None:
 
     Example: kfc data list --data-dir ~/data
     """
-    folder = data_folder(data_dir)
+    with clear_errors():
+        console.print(_table(data_folder(data_dir)), highlight=False)
+
+
+def _table(folder: Path) -> Table:
     table = Table(
         box=SIMPLE,
         pad_edge=False,
@@ -68,10 +82,9 @@ def list_sets(data_dir: DataDir = None) -> None:
     )
     for title in ("name", "train+test", "shape", "decoded", "here", "sources"):
         table.add_column(title)
-    with clear_errors():
-        for entry in CATALOGUE.values():
-            table.add_row(*_row(entry, folder))
-    console.print(table, highlight=False)
+    for entry in CATALOGUE.values():
+        table.add_row(*_row(entry, folder))
+    return table
 
 
 def _row(entry: Entry, folder: Path) -> tuple[str, ...]:
@@ -95,9 +108,8 @@ def get(name: Name, data_dir: DataDir = None) -> None:
 
     Example: kfc data get cifar10
     """
-    folder = data_folder(data_dir)
     with clear_errors():
-        dataset = load(name, folder)
+        dataset = load(name, data_dir)
     counts = f"{len(dataset.train):,} training and {len(dataset.test):,} test examples"
     say(f"{name}: {counts}, sha256 {dataset.digest}")
 
@@ -123,4 +135,5 @@ def path(data_dir: DataDir = None) -> None:
 
     Example: ls "$(kfc data path)"
     """
-    typer.echo(data_folder(data_dir))
+    with clear_errors():
+        typer.echo(data_folder(data_dir))

@@ -29,7 +29,15 @@ ATTEMPTS = 3
 def data_folder(folder: Path | None = None) -> Path:
     """Where raw and decoded data lie: the argument, else KFC_DATA_DIR, else the user's cache."""
     named = folder or os.environ.get("KFC_DATA_DIR")
-    return Path(named).expanduser().absolute() if named else user_cache_path("kfc") / "data"
+    if not named:
+        return user_cache_path("kfc") / "data"
+    try:
+        return Path(named).expanduser().absolute()
+    except RuntimeError as error:  # nobody has the name after ~
+        raise DataError(
+            f"{named} cannot be the data folder: there is no such home. "
+            "Name another folder with --data-dir or KFC_DATA_DIR."
+        ) from error
 
 
 def load(name: str, folder: Path | None = None, *, progress: bool = True) -> Dataset:
