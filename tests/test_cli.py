@@ -32,8 +32,14 @@ def test_version_and_help():
 def test_every_command_has_help_with_an_example(command):
     done = kfc_here(*command.split(), "--help")
     assert done.returncode == 0
-    if command != "data":  # a group of commands that have their own
-        assert re.search(rf"Examples?:\s+.*(kfc {command}|make bench)", done.stdout, re.S)
+    assert re.search(rf"Examples?:\s+.*(kfc {command}|make bench)", done.stdout, re.S)
+
+
+def test_the_commands_own_help_has_examples_and_exit_codes():
+    done = kfc_here("--help")
+    assert re.search(r"Examples:\s+kfc demo\s+kfc train --data", done.stdout)
+    codes = "Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 the run diverged, 130 interrupted."
+    assert codes in done.stdout
 
 
 def test_bench_points_to_the_benchmark():

@@ -14,8 +14,6 @@ from kfc.cli.screen import say
 from kfc.cli.train import train
 
 app = typer.Typer(
-    help="Natural-gradient training of convolutional networks with Kronecker Factors for "
-    "Convolution.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -40,7 +38,15 @@ def main(
         typer.Option("--version", callback=show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Natural-gradient training with Kronecker Factors for Convolution.
+    """Natural-gradient training of convolutional networks with Kronecker Factors for Convolution.
+
+    Examples:
+
+      kfc demo
+
+      kfc train --data cifar10 --net cuda-convnet --lr 0.003 --epochs 5
+
+      kfc compare figure3-cifar10 --quick
 
     Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 the run diverged, 130 interrupted.
     """
