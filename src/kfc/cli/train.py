@@ -93,7 +93,10 @@ def train(
     updates: Annotated[Whole, _of_length("Steps of the optimizer.")] = None,
     time: Annotated[Text, _of_length('Of training alone: "90s", "10m", "1.5h".')] = None,
     averaging_examples: Annotated[
-        Whole, _of_records("Timescale of the averaged parameters; by default one epoch.")
+        Whole,
+        _of_records(
+            "Timescale of the averaged parameters; by default one epoch, at most 50000 examples."
+        ),
     ] = None,
     evaluation_period: Annotated[Number, _of_records("In epochs; by default 1.")] = None,
     evaluation_examples: Annotated[
