@@ -43,8 +43,8 @@ def test_the_commands_own_help_has_examples_and_exit_codes():
 
 
 def test_bench_points_to_the_benchmark():
-    done = kfc_here("bench")
-    assert done.returncode == 0
+    done = kfc("bench")
+    assert done.returncode == 0, done.stderr
     assert "make bench" in done.stdout
 
 
@@ -62,6 +62,24 @@ def test_completion_can_be_shown():
 def test_unknown_commands_and_options():
     assert_clear_error(kfc("trian"), 2, "No such command")
     assert_clear_error(kfc_here("train", "--rate", "3"), 2, "No such option")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["train", "--data", "digits", "--lr", "0"], 2, "lr must be"),
+        (["train", "--resume", "nowhere"], 1, "is not a run"),
+        (["compare", "--resume", "nowhere"], 1, "not the folder of a comparison"),
+        (["report", "nowhere"], 1, "is not a run"),
+        (["bench", "now"], 2, "unexpected extra argument"),
+        (["data", "fetch"], 2, "No such command"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_arguments_end_a_process_clearly(tmp_path, arguments, code, words):
+    """Each command in a process of its own; those of demo and of data's commands are elsewhere."""
+    assert_clear_error(kfc(*arguments, cwd=tmp_path), code, words)
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
 # train
