@@ -15,6 +15,7 @@ from kfc.experiments.networks import build
 from kfc.experiments.optimizers import OPTIMIZERS, Wishes, as_matrix, make_optimizer
 from kfc.experiments.parts import Parts, weight_costs
 from kfc.experiments.runs import RunError, RunFolder, read_record
+from kfc.experiments.tasks import TASKS
 from kfc.experiments.training import Trainer
 
 
@@ -113,7 +114,7 @@ def test_soap_is_asked_for_by_name(digits, tmp_path):
 def test_muon_moves_the_weights_themselves(memory_format):
     model = build("digits", image=(1, 8, 8), classes=10, init=None, seed=0)
     model.to(memory_format=memory_format)
-    wishes = Wishes(0.1, {}, OPTIMIZERS["muon"].options, 0)
+    wishes = Wishes(0.1, {}, OPTIMIZERS["muon"].options, 0, "categorical")
     optimizer = make_optimizer("muon", model, wishes)
     before = copy.deepcopy(model.state_dict())
     weight = next(p for p in model.parameters() if p.dim() == 4 and p.shape[1] > 1)
@@ -166,7 +167,8 @@ def test_averages_cover_running_statistics():
 def test_evaluation_is_the_plain_sum(digits):
     model = build("digits", image=(1, 8, 8), classes=10, init=None, seed=0)
     inputs = Inputs.normalised(digits.train)
-    loss, error = evaluate(model, Examples(digits.train, inputs, 1200, torch.device("cpu")))
+    examples = Examples(digits.train, inputs, 1200, torch.device("cpu"))
+    loss, error = evaluate(model, examples, TASKS["classification"])
     outputs = model(inputs(digits.train.images[:1200]))
     labels = torch.tensor(digits.train.labels[:1200])
     assert loss == pytest.approx(F.cross_entropy(outputs, labels).item(), rel=1e-5)
@@ -194,13 +196,17 @@ def test_a_run_records_its_way(digits, tmp_path):
     assert record.end["reason"] == "epochs"
 
 
-def test_the_parts_of_an_update_add_up(digits, tmp_path):
-    run(tmp_path / "run", digits, epochs=2, evaluation_period=1)
+@pytest.mark.parametrize(
+    ("optimizer", "own"),
+    [("kfc", {"forward", "backward", "clip"}), ("kfac", {"forward and backward", "model"})],
+)
+def test_the_parts_of_an_update_add_up(digits, tmp_path, optimizer, own):
+    run(tmp_path / "run", digits, optimizer=optimizer, epochs=2, evaluation_period=1)
     first, second = read_record(tmp_path / "run").evaluations[1:]
     per_update = (second["seconds"] - first["seconds"]) / (second["update"] - first["update"])
     parts = second["step_seconds"]
     assert sum(parts.values()) == pytest.approx(per_update, rel=1e-6)
-    assert {"data", "forward", "backward", "statistics", "inverses", "clip"} <= set(parts)
+    assert own | {"data", "statistics", "inverses"} <= set(parts)
     assert all(value >= 0 for value in parts.values())
 
 
@@ -246,6 +252,50 @@ def test_overflow_in_the_network_is_traced_to_its_layer(digits, tmp_path):
     assert "the first output that is not finite is 3's" in trainer.end["message"]
 
 
+def test_kfac_goes_back_from_nan_if_it_can_and_else_says_why(digits, tmp_path):
+    config = config_of(optimizer="kfac", updates=4, log_period=1)
+    for name, begun in (("begun", True), ("new", False)):
+        trainer = Trainer.start(tmp_path / name, config, digits, name="run")
+        if begun:
+            trainer.advance(1e-9)
+        with torch.no_grad():
+            trainer.parts.model[3].weight[0] = float("nan")
+        trainer.advance()
+        trainer.close()
+        assert trainer.end["reason"] == ("updates" if begun else "diverged")
+    assert "3.weight" in trainer.end["message"]
+    assert "--initial-model-damping" in trainer.end["message"]
+
+
+def test_kfac_tells_what_it_chose(digits, tmp_path):
+    run(tmp_path / "run", digits, optimizer="kfac", epochs=1, log_period=5)
+    record = read_record(tmp_path / "run")
+    assert record.config.lr is None
+    chosen = ("lr", "momentum", "model_damping", "factor_damping", "reduction_ratio")
+    for row in record.progress:
+        assert all(isinstance(row[name], float) for name in chosen)
+        assert row["model_change"] < 0
+    fixed = run(tmp_path / "fixed", digits, optimizer="kfac", updates=3, lr=0.05, log_period=1)
+    assert fixed.parts.optimizer.step_diagnostics["lr"] == pytest.approx(0.05)
+
+
+def test_autoencoders_give_images_back(digits, tmp_path):
+    trainer = run(tmp_path / "run", digits, net="digits-autoencoder", optimizer="kfac", epochs=8)
+    first, *_, last = read_record(tmp_path / "run").evaluations
+    images = digits.train.images / 16.0
+    by_the_mean_image = 100 * (images - images.mean(axis=0)).std()
+    assert last["train_error"] < by_the_mean_image < first["train_error"]
+    inputs = torch.tensor(images, dtype=torch.float32)
+    with torch.no_grad():
+        outputs = trainer.parts.model(inputs)
+    loss = F.binary_cross_entropy_with_logits(outputs, inputs).item()
+    assert last["train_loss"] == pytest.approx(loss, rel=1e-5)
+    error = 100 * (outputs.sigmoid() - inputs).square().mean().sqrt().item()
+    assert last["train_error"] == pytest.approx(error, rel=1e-5)
+    with pytest.raises(ConfigError, match="inputs: digits-autoencoder"):
+        config_of(net="digits-autoencoder", inputs="normalised")
+
+
 # Bit for bit
 
 
@@ -277,7 +327,7 @@ def checkpoint(path):
     return torch.load(path / "checkpoint.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("optimizer", ["kfc", "sgd", "adam", "muon"])
+@pytest.mark.parametrize("optimizer", ["kfc", "kfac", "sgd", "adam", "muon"])
 def test_slices_and_resumption_change_no_bit(digits, tmp_path, optimizer):
     wishes = {"optimizer": optimizer, "epochs": 3, "evaluation_period": 0.7, "weight_decay": 1e-3}
     run(tmp_path / "whole", digits, **wishes)

@@ -193,4 +193,5 @@ class _Display:
 
 
 def label(contender: Contender) -> str:
-    return f"{contender.method} (lr {contender.config.lr:g})"
+    rate = contender.config.lr
+    return contender.method if rate is None else f"{contender.method} (lr {rate:g})"

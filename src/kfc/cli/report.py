@@ -45,8 +45,7 @@ def report(
             (read_specification(p) for p in runs if (p / SPECIFICATION).exists()), None
         )
         goals = Goals(tuple(train_error or ()), tuple(test_error or ()))
-        if not (train_error or test_error):
-            goals = goals_of(comparison, records)
+        goals = goals or goals_of(comparison, records)
         names = [record.name for record in records]
         if baseline is not None and baseline not in names:
             raise typer.BadParameter(
@@ -65,9 +64,14 @@ def report(
 
 def goals_of(comparison: Comparison | None, records: list[Record]) -> Goals:
     """The comparison's; if it has none, round errors that the runs of the table reached."""
-    if comparison is None or not (comparison.train_errors or comparison.test_errors):
-        return default_goals(best_runs(records))
-    return Goals(tuple(comparison.train_errors), tuple(comparison.test_errors))
+    goals = Goals()
+    if comparison is not None:
+        goals = Goals(
+            tuple(comparison.train_errors),
+            tuple(comparison.test_errors),
+            tuple(comparison.train_losses),
+        )
+    return goals or default_goals(best_runs(records))
 
 
 def records_in(path: Path) -> list[Record]:
@@ -80,7 +84,7 @@ def records_in(path: Path) -> list[Record]:
     own = [record for record in found if record.name in order]
     if not own:
         raise RunError(f"{path} has no runs yet")
-    return sorted(own, key=lambda record: (order.index(record.name), record.config.lr))
+    return sorted(own, key=lambda record: (order.index(record.name), record.config.lr or 0.0))
 
 
 def with_distinct_names(found: list[list[Record]]) -> list[Record]:
@@ -109,7 +113,7 @@ def publish(
     if baseline not in [record.name for record in best]:  # it may not have begun yet
         baseline = None
     console.print(as_table(summary_rows(best, baseline)))
-    if goals.train_errors or goals.test_errors:
+    if goals:
         console.print(as_table(goal_rows(best, goals, baseline)))
     try:
         write_page(

@@ -60,31 +60,38 @@ Text: TypeAlias = str | None
 def train(
     data: Annotated[Text, _of_data(f"One of {_listed(NAMES)}.")] = None,
     net: Annotated[Text, _of_data(f"{_listed(NETWORKS)}; or your own as module:function.")] = None,
-    init: Annotated[Text, _of_data("paper or kaiming; by default the network's first.")] = None,
+    init: Annotated[Text, _of_data("paper or kaiming, or the network's own; see the docs.")] = None,
     inputs: Annotated[
-        Text, _of_data("centred (minus the mean image) or normalised (to unit variance too).")
+        Text, _of_data("centred (minus the mean image), normalised (to unit variance too), unit.")
     ] = None,
     batch_size: Annotated[Whole, _of_data("By default the optimizer's.")] = None,
     train_examples: Annotated[Whole, _of_data("Train on the first so many.")] = None,
     data_dir: Annotated[Path | None, _of_data("Where data sets are; see kfc data.")] = None,
     optimizer: Annotated[Text, _of_optimizer(f"{_listed(OPTIMIZERS)}; by default kfc.")] = None,
-    lr: Annotated[Number, _of_optimizer("Learning rate.")] = None,
-    momentum: Annotated[Number, _of_optimizer("Of kfc, sgd, muon.")] = None,
+    lr: Annotated[Number, _of_optimizer("Learning rate; kfac chooses its own.")] = None,
+    momentum: Annotated[Number, _of_optimizer("Of kfc, sgd, muon; kfac chooses its own.")] = None,
     weight_decay: Annotated[
         Text, _of_optimizer('Of all weights, or "paper" for the network\'s own; by default 0.')
     ] = None,
     damping: Annotated[Number, _of_optimizer("γ of kfc.")] = None,
-    fisher_clip: Annotated[Number, _of_optimizer("C of kfc; 0 for no clipping.")] = None,
-    factor_decay: Annotated[Number, _of_optimizer("ξ of kfc.")] = None,
-    statistics_period: Annotated[
-        Whole, _of_optimizer("T_s of kfc; by default from 1 to 10.")
+    model_damping: Annotated[Number, _of_optimizer("λ of kfac; it adapts by default.")] = None,
+    factor_damping: Annotated[Number, _of_optimizer("γ of kfac; it adapts by default.")] = None,
+    initial_model_damping: Annotated[Number, _of_optimizer("Where kfac's λ begins.")] = None,
+    damping_period: Annotated[Whole, _of_optimizer("kfac adapts λ every so many steps.")] = None,
+    gamma_period: Annotated[Whole, _of_optimizer("kfac chooses γ every so many steps.")] = None,
+    fisher_clip: Annotated[
+        Number, _of_optimizer("C of kfc, and of kfac if given; 0 for no clipping.")
     ] = None,
-    inverse_period: Annotated[Whole, _of_optimizer("T_f of kfc; by default from 1 to 20.")] = None,
+    factor_decay: Annotated[Number, _of_optimizer("ξ of kfc and kfac.")] = None,
+    statistics_period: Annotated[
+        Whole, _of_optimizer("T_s of both; by default from 1 to 10.")
+    ] = None,
+    inverse_period: Annotated[Whole, _of_optimizer("T_f of both; by default from 1 to 20.")] = None,
     overhead: Annotated[
         Number, _of_optimizer("What kfc's curvature may add to a step's time, 0.25 for a quarter.")
     ] = None,
-    fisher: Annotated[Text, _of_optimizer("sampled, exact or empirical, of kfc.")] = None,
-    inverse: Annotated[Text, _of_optimizer("factored or eigen, of kfc.")] = None,
+    fisher: Annotated[Text, _of_optimizer("sampled, exact or empirical, of both.")] = None,
+    inverse: Annotated[Text, _of_optimizer("factored or eigen, of both.")] = None,
     beta1: Annotated[Number, _of_optimizer("Of adam, adamw, soap.")] = None,
     beta2: Annotated[Number, _of_optimizer("Of adam, adamw, soap.")] = None,
     adamw_lr: Annotated[Number, _of_optimizer("Of what muon leaves to AdamW.")] = None,

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from kfc.checks import require_number
 from kfc.experiments.config import LIMITS, ConfigError, RunConfig, make_config
+from kfc.experiments.optimizers import is_installed
 from kfc.experiments.runs import RunError, create_folder
 
 if sys.version_info >= (3, 11):
@@ -21,8 +21,6 @@ else:
     import tomli as tomllib
 
 SPECIFICATION = "comparison.json"
-# Methods that are left out where their package is not installed.
-OPTIONAL_PACKAGES = {"soap": "pytorch_optimizer"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,8 @@ class Comparison:
     Attributes:
         settings: of all runs, as :func:`make_config` takes them.
         methods: by name, the settings that are its own; ``lr`` may be a list to choose from.
-        train_errors: in percent, the goals of the final table, as are ``test_errors``.
+        train_errors: in percent, the goals of the final table, as are ``test_errors`` and
+            ``train_losses``.
         stop_at_goals: whether a run ends when it has reached all goals.
         tuning_seconds: how long every learning rate is tried, in seconds of training; the one with
             the lowest training loss goes on, the others end.
@@ -45,6 +44,7 @@ class Comparison:
     methods: Mapping[str, Mapping[str, Any]]
     train_errors: Sequence[float] = ()
     test_errors: Sequence[float] = ()
+    train_losses: Sequence[float] = ()
     stop_at_goals: bool = False
     tuning_seconds: float = 60.0
     slice_seconds: float = 5.0
@@ -165,6 +165,10 @@ def _check_values(comparison: Comparison) -> None:
                 raise ConfigError(f"{name} must be a list of percentages")
             for error in errors:
                 require_number(f"{name}: an error to reach", error, below=100)
+        if not isinstance(comparison.train_losses, (list, tuple)):
+            raise ConfigError("train_losses must be a list of losses")
+        for loss in comparison.train_losses:
+            require_number("train_losses: a loss to reach", loss)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -178,8 +182,7 @@ def _require_tables(content: Mapping[str, Any]) -> None:
 
 
 def _is_missing(method: Mapping[str, Any]) -> bool:
-    package = OPTIONAL_PACKAGES.get(method.get("optimizer", ""))
-    return package is not None and find_spec(package) is None
+    return not is_installed(method.get("optimizer", ""))
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from kfc.checks import require_choice, require_number, require_whole
 from kfc.experiments.networks import NETWORKS
 from kfc.experiments.optimizers import OPTIMIZERS
 
-INPUTS = ("centred", "normalised")
+INPUTS = ("centred", "normalised", "unit")
 # The word for "as the network's paper has it", where a number is possible too.
 PAPER = "paper"
 
@@ -29,9 +29,11 @@ class RunConfig:
 
     Attributes:
         options: the optimizer's own, see :data:`kfc.experiments.optimizers.OPTIMIZERS`.
-        init: "paper" or "kaiming"; ``None`` for a network of the user's own.
+        lr: ``None`` if the optimizer chooses it.
+        init: a name of :data:`kfc.experiments.networks.initialisation.INITIALISATIONS`; ``None``
+            for a network of the user's own.
         inputs: "centred": pixels minus the mean image; "normalised": divided by their standard
-            deviation too.
+            deviation too; "unit": pixels from 0 to 1.
         weight_decay: λ of every weight (biases and scales have none); "paper": the network's.
         epochs: where the run ends, as are ``updates`` and ``seconds`` (of training); the first
             that is reached counts.
@@ -47,7 +49,7 @@ class RunConfig:
     data: str
     net: str
     optimizer: str
-    lr: float
+    lr: float | None
     options: Mapping[str, Any]
     init: str | None
     inputs: str
@@ -148,8 +150,8 @@ def make_config(**wishes: Any) -> RunConfig:
     network = NETWORKS.get(values["net"] or "")
     if network is not None:
         values["init"] = values["init"] or network.inits[0]
-        as_published = values["init"] == PAPER
-        values["inputs"] = values["inputs"] or (network.inputs if as_published else "normalised")
+        usual = values["init"] == network.inits[0]
+        values["inputs"] = values["inputs"] or (network.inputs if usual else "normalised")
     values["inputs"] = values["inputs"] or "normalised"
     if values["epochs"] is values["updates"] is values["seconds"] is None:
         values["epochs"] = DEFAULT_EPOCHS
@@ -210,7 +212,8 @@ def _check(config: RunConfig) -> None:
         require_choice("data", config.data, tuple(DEFAULT_NETS))
         require_choice("optimizer", config.optimizer, tuple(OPTIMIZERS))
         require_choice("inputs", config.inputs, INPUTS)
-        require_number("lr", config.lr, positive=True)
+        if config.lr is not None or OPTIMIZERS[config.optimizer].lr is not None:
+            require_number("lr", config.lr, positive=True)
         for name in ("batch_size", "log_period", "threads", "evaluation_examples"):
             require_whole(name, getattr(config, name))
         for name in ("evaluation_period", "checkpoint_seconds"):
@@ -233,6 +236,8 @@ def _check(config: RunConfig) -> None:
     except (ValueError, RuntimeError) as error:
         raise ConfigError(str(error)) from error
     network = NETWORKS.get(config.net)
+    if network is not None and network.task == "reconstruction" and config.inputs != "unit":
+        raise ConfigError(f"inputs: {config.net} gives pixels back, so they must be unit")
     if config.weight_decay == PAPER and (network is None or not network.weight_costs):
         raise ConfigError(
             f"weight_decay: no paper gives weight costs for the network {config.net}; give a number"

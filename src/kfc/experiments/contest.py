@@ -144,14 +144,18 @@ class Contest:
         return trainer is None or trainer.seconds >= self.comparison.tuning_seconds
 
     def _has_reached_goals(self, contender: Contender) -> bool:
-        goals = {"train": self.comparison.train_errors, "test": self.comparison.test_errors}
+        goals = {
+            "averaged_train_error": self.comparison.train_errors,
+            "averaged_test_error": self.comparison.test_errors,
+            "averaged_train_loss": self.comparison.train_losses,
+        }
         if not self.comparison.stop_at_goals or not any(goals.values()):
             return False
         rows = contender.record().evaluations
         return all(
-            any(is_at_most(row[f"averaged_{kind}_error"], min(errors)) for row in rows)
-            for kind, errors in goals.items()
-            if errors
+            any(is_at_most(row[measure], min(values)) for row in rows)
+            for measure, values in goals.items()
+            if values
         )
 
     def _leave(self, contender: Contender) -> None:
@@ -164,8 +168,8 @@ class Contest:
             contender.finish("targets")
 
 
-def is_at_most(error: float | None, goal: float) -> bool:
-    return error is not None and error <= goal
+def is_at_most(value: float | None, goal: float) -> bool:
+    return value is not None and value <= goal
 
 
 def _training_loss(contender: Contender) -> float:
@@ -180,4 +184,4 @@ def _training_loss(contender: Contender) -> float:
 
 def _folder_name(method: str, config: RunConfig) -> str:
     plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in method.lower())
-    return f"{plain}-lr{config.lr:g}"
+    return plain if config.lr is None else f"{plain}-lr{config.lr:g}"

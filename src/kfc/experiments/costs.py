@@ -27,10 +27,10 @@ class Costs:
         elapsed = perf_counter() - start
         self.training_seconds += elapsed
         self._sums[part] = self._sums.get(part, 0.0) + elapsed
-        self._updates += part == "forward"
+        self._updates += part == "data"
 
     def means_since_last_time(self) -> dict[str, float]:
-        """Seconds per update by part; what KFC spends inside forward and step() is taken out."""
+        """Seconds per update by part; what curvature takes inside of them is taken out."""
         if not self._updates:
             return {}
         sums, count = self._sums, self._updates
@@ -39,7 +39,11 @@ class Costs:
             totals = dict(self._optimizer.diagnostics["total_seconds"])
             ours = {k: v - self._curvature_before.get(k, 0.0) for k, v in totals.items()}
             self._curvature_before = totals
-            sums["forward"] -= ours["statistics"]
-            sums["optimizer"] -= sum(v for part, v in ours.items() if part != "statistics")
+            in_forward = ours["statistics"]
+            if "forward" in sums:
+                sums["forward"] -= in_forward
+                sums["optimizer"] -= sum(ours.values()) - in_forward
+            else:
+                sums["forward and backward"] -= sum(ours.values())
             sums.update(ours)
         return {part: value / count for part, value in sums.items()}

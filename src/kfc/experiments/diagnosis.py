@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 ADVICE = {
     "kfc": "try a smaller --lr or a larger --damping",
+    "kfac": "try a larger --initial-model-damping",
     "muon": "try a smaller --lr or --adamw-lr",
 }
 
@@ -20,11 +21,12 @@ def diagnose(
     *,
     update: int,
     optimizer: str,
-    lr: float,
+    lr: float | None,
     diagnostics: Mapping[str, Any],
 ) -> str:
     """A few sentences on a loss that is not finite, from the batch that gave it."""
-    parts = [f"the loss is not finite after {update} updates (lr {lr:g})"]
+    rate = "" if lr is None else f" (lr {lr:g})"
+    parts = [f"the loss is not finite after {update} updates{rate}"]
     if not torch.isfinite(images).all():
         parts.append("the images themselves are not finite")
     bad = [n for n, p in model.named_parameters() if not torch.isfinite(p).all()]
@@ -37,8 +39,8 @@ def diagnose(
         parts.append(f"the first output that is not finite is {first}'s" if first else "")
     if diagnostics.get("fisher_norm") is not None:
         parts.append(
-            f"the last Fisher norm was {diagnostics['fisher_norm']:.3g}, the clip factor "
-            f"{diagnostics['clip_factor']:.3g}, {diagnostics['skipped_steps']} steps were skipped"
+            f"the last Fisher norm was {diagnostics['fisher_norm']:.3g}, "
+            f"{diagnostics['skipped_steps']} steps were skipped"
         )
     parts.append(ADVICE.get(optimizer, "try a smaller --lr"))
     return "; ".join(part for part in parts if part)

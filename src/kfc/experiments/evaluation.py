@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from kfc.experiments.data import Inputs, Split
+from kfc.experiments.tasks import Task
 
 BATCH = 1000
 
@@ -24,21 +24,20 @@ class Examples:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, examples: Examples) -> tuple[float, float]:
-    """Mean cross-entropy, and the percentage of wrong answers; in evaluation mode."""
+def evaluate(model: nn.Module, examples: Examples, task: Task) -> tuple[float, float]:
+    """The mean loss, and the error in percent; in evaluation mode."""
     was_training = model.training
     model.eval()
-    losses, wrong = [], []
+    losses, mistakes = [], []
     for start in range(0, examples.count, BATCH):
         chosen = slice(start, min(start + BATCH, examples.count))
         images = channels_last(examples.inputs(examples.split.images[chosen]).to(examples.device))
         labels = torch.from_numpy(examples.split.labels[chosen].copy()).to(examples.device)
         outputs = model(images)
-        losses.append(F.cross_entropy(outputs, labels, reduction="sum").double())
-        wrong.append((outputs.argmax(dim=1) != labels).sum())
+        losses.append(task.loss(outputs, images, labels).item() * len(images))
+        mistakes.append(task.mistakes(outputs, images, labels).sum().item())
     model.train(was_training)
-    loss, errors = torch.stack(losses).sum().item(), torch.stack(wrong).sum().item()
-    return loss / examples.count, 100 * errors / examples.count
+    return sum(losses) / examples.count, task.error(sum(mistakes) / examples.count)
 
 
 def channels_last(images: torch.Tensor) -> torch.Tensor:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from kfc.optimizers import KFC
+from kfc.optimizers import KFAC, KFC
+from kfc.optimizers.kfac import DEFAULT_MODEL_DAMPING
 
 
 class Stepper(Protocol):
-    """What the training loop needs of an optimizer."""
+    """What the training loop needs of an optimizer; KFAC alone has another way to step."""
 
     def zero_grad(self) -> None: ...
     def step(self) -> Any: ...
@@ -27,13 +29,22 @@ class Wishes:
     Attributes:
         weight_costs: λ by parameter name; parameters without one are not decayed.
         options: the optimizer's own.
+        lr: ``None`` if the optimizer chooses it.
         seed: for what it draws at random.
+        likelihood: of the loss.
     """
 
-    lr: float
+    lr: float | None
     weight_costs: Mapping[str, float]
     options: Mapping[str, Any]
     seed: int
+    likelihood: str
+
+    @property
+    def rate(self) -> float:
+        """For optimizers that need one."""
+        assert self.lr is not None
+        return self.lr
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """torch's param groups: parameters of one weight decay together."""
@@ -45,18 +56,25 @@ class OptimizerKind:
     """
     Attributes:
         options: its own options with their defaults.
-        lr: a first guess.
+        lr: a first guess; ``None`` if it chooses one itself.
         batch_size: what it is usually run with.
     """
 
-    make: Callable[[nn.Module, Wishes], Stepper]
+    make: Callable[[nn.Module, Wishes], Stepper | KFAC]
     summary: str
-    lr: float
+    lr: float | None
     batch_size: int
     options: Mapping[str, Any]
 
 
-def make_optimizer(name: str, model: nn.Module, wishes: Wishes) -> Stepper:
+def is_installed(name: str) -> bool:
+    """Those that are not ours may be missing."""
+    if name == "soap":
+        return find_spec("pytorch_optimizer") is not None
+    return name != "muon" or hasattr(torch.optim, "Muon")
+
+
+def make_optimizer(name: str, model: nn.Module, wishes: Wishes) -> Stepper | KFAC:
     return OPTIMIZERS[name].make(model, wishes)
 
 
@@ -68,25 +86,33 @@ def _by_cost(parameters: Mapping[str, Tensor], costs: Mapping[str, float]) -> li
 
 
 def _kfc(model: nn.Module, wishes: Wishes) -> KFC:
+    return KFC(model, wishes.rate, **_for_curvature(wishes))
+
+
+def _kfac(model: nn.Module, wishes: Wishes) -> KFAC:
+    return KFAC(model, lr=wishes.lr, **_for_curvature(wishes))
+
+
+def _for_curvature(wishes: Wishes) -> dict[str, Any]:
     names: dict[float, list[str]] = {}
     for name, cost in wishes.weight_costs.items():
         names.setdefault(cost, []).append(name)
     groups = [{"prefix": members, "weight_decay": cost} for cost, members in names.items()]
     options = dict(wishes.options)
     options["fisher_clip"] = options["fisher_clip"] or None
-    return KFC(model, wishes.lr, groups=groups, seed=wishes.seed, **options)
+    return {**options, "groups": groups, "seed": wishes.seed, "likelihood": wishes.likelihood}
 
 
 def _sgd(model: nn.Module, wishes: Wishes) -> Stepper:
-    return torch.optim.SGD(wishes.groups(model), lr=wishes.lr, **wishes.options)
+    return torch.optim.SGD(wishes.groups(model), lr=wishes.rate, **wishes.options)
 
 
 def _adam(model: nn.Module, wishes: Wishes) -> Stepper:
-    return torch.optim.Adam(wishes.groups(model), lr=wishes.lr, **_with_betas(wishes))
+    return torch.optim.Adam(wishes.groups(model), lr=wishes.rate, **_with_betas(wishes))
 
 
 def _adamw(model: nn.Module, wishes: Wishes) -> Stepper:
-    return torch.optim.AdamW(wishes.groups(model), lr=wishes.lr, **_with_betas(wishes))
+    return torch.optim.AdamW(wishes.groups(model), lr=wishes.rate, **_with_betas(wishes))
 
 
 def _soap(model: nn.Module, wishes: Wishes) -> Stepper:
@@ -97,7 +123,7 @@ def _soap(model: nn.Module, wishes: Wishes) -> Stepper:
             "soap is not ours: it needs the package pytorch-optimizer (pip install "
             "pytorch-optimizer)"
         ) from error
-    optimizer: Stepper = SOAP(wishes.groups(model), lr=wishes.lr, **_with_betas(wishes))
+    optimizer: Stepper = SOAP(wishes.groups(model), lr=wishes.rate, **_with_betas(wishes))
     return optimizer
 
 
@@ -115,6 +141,8 @@ class Muon:
     """
 
     def __init__(self, model: nn.Module, wishes: Wishes) -> None:
+        if not is_installed("muon"):
+            raise ValueError(f"muon is torch's, from version 2.9 on; here is {torch.__version__}")
         parameters = dict(model.named_parameters())
         weights = [name for name, parameter in parameters.items() if parameter.dim() > 1]
         hidden = weights[:-1]
@@ -127,7 +155,7 @@ class Muon:
         self._parts: list[torch.optim.Optimizer] = [rest]
         if hidden:
             groups = _by_cost(dict(zip(hidden, self._matrices, strict=True)), wishes.weight_costs)
-            self._parts.append(torch.optim.Muon(groups, lr=wishes.lr, **options))
+            self._parts.append(torch.optim.Muon(groups, lr=wishes.rate, **options))
 
     def zero_grad(self) -> None:
         for part in self._parts:
@@ -163,6 +191,14 @@ def as_matrix(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 ADAM_OPTIONS = {"beta1": 0.9, "beta2": 0.999}
 
+CURVATURE_OPTIONS = {
+    "factor_decay": 0.95,
+    "statistics_period": None,
+    "inverse_period": None,
+    "fisher": "sampled",
+    "inverse": "factored",
+}
+
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "kfc": OptimizerKind(
         _kfc,
@@ -173,12 +209,24 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
             "momentum": 0.9,
             "damping": 1e-3,
             "fisher_clip": 0.3,
-            "factor_decay": 0.95,
-            "statistics_period": None,
-            "inverse_period": None,
             "overhead": None,
-            "fisher": "sampled",
-            "inverse": "factored",
+            **CURVATURE_OPTIONS,
+        },
+    ),
+    "kfac": OptimizerKind(
+        _kfac,
+        "K-FAC, appendix A.2: chooses learning rate, momentum and damping",
+        lr=None,
+        batch_size=512,
+        options={
+            "momentum": None,
+            "model_damping": None,
+            "factor_damping": None,
+            "initial_model_damping": DEFAULT_MODEL_DAMPING,
+            "damping_period": 5,
+            "gamma_period": 20,
+            "fisher_clip": 0.0,
+            **CURVATURE_OPTIONS,
         },
     ),
     "sgd": OptimizerKind(

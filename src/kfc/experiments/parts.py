@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from kfc.experiments.averages import Averages
 from kfc.experiments.config import PAPER, ConfigError, RunConfig
 from kfc.experiments.data import Batches, Dataset, Inputs, Split
-from kfc.experiments.evaluation import Examples, channels_last
+from kfc.experiments.evaluation import Examples, channels_last, evaluate
 from kfc.experiments.networks import NETWORKS, build
 from kfc.experiments.optimizers import Wishes, make_optimizer
+from kfc.experiments.tasks import TASKS
 
 PAPER_AVERAGING_EXAMPLES = 50_000
+# The task of a network of the user's own.
+CLASSIFICATION = "classification"
 
 
 class Parts:
@@ -27,6 +30,7 @@ class Parts:
 
     def __init__(self, config: RunConfig, data: Dataset) -> None:
         self.device = _device(config.device)
+        self.task = TASKS[NETWORKS[config.net].task if config.net in NETWORKS else CLASSIFICATION]
         self.inputs = _inputs(config.inputs, data.train)
         image = data.train.images.shape[1:]
         model = build(
@@ -44,7 +48,13 @@ class Parts:
                 workers=config.workers,
                 examples=config.train_examples,
             )
-            wishes = Wishes(config.lr, weight_costs(config, model), config.options, config.seed)
+            wishes = Wishes(
+                config.lr,
+                weight_costs(config, model),
+                config.options,
+                config.seed,
+                self.task.likelihood,
+            )
             self.optimizer = make_optimizer(config.optimizer, self.model, wishes)
         except (ValueError, TypeError) as error:
             raise ConfigError(str(error)) from error
@@ -55,6 +65,13 @@ class Parts:
         used = config.train_examples, config.evaluation_examples
         self.train = self._examples(data.train, *used)
         self.test = self._examples(data.test, config.evaluation_examples)
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        return self.task.loss(self.model(images), images, labels)
+
+    def evaluate(self, examples: Examples) -> tuple[float, float]:
+        """The mean loss, and the error in percent."""
+        return evaluate(self.model, examples, self.task)
 
     def first_images(self) -> Tensor:
         """Of the training set: one, as a batch."""
@@ -73,10 +90,11 @@ class Parts:
             ) from error
         finally:
             self.model.train()
-        if not isinstance(outputs, Tensor) or outputs.shape != (2, data.classes):
+        wanted = self.task.output_shape(images, data.classes)
+        if not isinstance(outputs, Tensor) or outputs.shape != wanted:
             found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             raise ConfigError(
-                f"the network {config.net} must return a tensor (N, {data.classes}); of two images "
+                f"the network {config.net} must return a tensor of shape {wanted} for two images; "
                 f"it returned {found}"
             )
 

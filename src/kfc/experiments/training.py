@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kfc.budget import now
@@ -17,9 +16,11 @@ from kfc.experiments.config import RunConfig
 from kfc.experiments.costs import Costs
 from kfc.experiments.data import Dataset
 from kfc.experiments.diagnosis import diagnose
-from kfc.experiments.evaluation import channels_last, evaluate
+from kfc.experiments.evaluation import channels_last
+from kfc.experiments.optimizers import Stepper
 from kfc.experiments.parts import Parts
 from kfc.experiments.runs import RunError, RunFolder
+from kfc.optimizers import KFAC
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.randomness import (
     accelerators_of,
@@ -131,8 +132,12 @@ class Trainer:
         until = self.seconds + seconds
         with self._at_work():
             while self.end is None and self.seconds < until and not interrupted():
-                self._train_once()
-                self._look_after()
+                try:
+                    self._train_once()
+                except FloatingPointError as error:  # of KFAC, which has tried what it can
+                    self._end("diverged", f"{error}; {self._diagnosis()}")
+                else:
+                    self._look_after()
             self._wait_for_device()
         return self.end is None
 
@@ -141,18 +146,30 @@ class Trainer:
         parts, costs = self.parts, self._costs
         with costs.measured("data"):
             images, labels = self._next_batch()
-        with costs.measured("optimizer"):
-            parts.optimizer.zero_grad()
-        with costs.measured("forward"):
-            loss = F.cross_entropy(parts.model(images), labels)
-        with costs.measured("backward"):
-            loss.backward()
+        self._images = images
+        if isinstance(parts.optimizer, KFAC):
+            with costs.measured("forward and backward"):
+                loss = parts.optimizer.step(lambda: parts.loss(images, labels))
+        else:
+            loss = self._descend(parts.optimizer, images, labels)
         self.update += 1
         with costs.measured("optimizer"):
-            parts.optimizer.step()
             parts.averages.update(self.update)
-        self._loss, self._images = loss.detach(), images
+        self._loss = loss.detach()
         self.seconds = costs.training_seconds
+
+    def _descend(self, optimizer: Stepper, images: Tensor, labels: Tensor) -> Tensor:
+        """The usual loop's body; the loss before the step."""
+        costs = self._costs
+        with costs.measured("optimizer"):
+            optimizer.zero_grad()
+        with costs.measured("forward"):
+            loss = self.parts.loss(images, labels)
+        with costs.measured("backward"):
+            loss.backward()
+        with costs.measured("optimizer"):
+            optimizer.step()
+        return loss
 
     def _next_batch(self) -> tuple[Tensor, Tensor]:
         epoch, position = divmod(self.update, len(self.parts.batches))
@@ -235,9 +252,9 @@ class Trainer:
         """Errors of the parameters and of their averages, on both splits."""
         parts, measures = self.parts, {}
         for kind, examples in (("train", parts.train), ("test", parts.test)):
-            measures[f"{kind}_loss"], measures[f"{kind}_error"] = evaluate(parts.model, examples)
+            measures[f"{kind}_loss"], measures[f"{kind}_error"] = parts.evaluate(examples)
             with parts.averages.swapped_in():
-                loss, error = evaluate(parts.model, examples)
+                loss, error = parts.evaluate(examples)
             measures[f"averaged_{kind}_loss"], measures[f"averaged_{kind}_error"] = loss, error
         row = {
             **self._position("evaluation"),

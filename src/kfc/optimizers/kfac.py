@@ -23,6 +23,8 @@ from kfc.optimizers.quadratic import QuadraticModel
 from kfc.periods import Period
 from kfc.preconditioner import InverseKind, Preconditioner
 
+# Where λ begins.
+DEFAULT_MODEL_DAMPING = 1.0
 # How often a step that led to a loss that is not finite is tried again with more damping.
 MAX_RETRIES = 10
 
@@ -85,7 +87,7 @@ class KFAC(CurvatureOptimizer):
         factor_damping: float | None = None,
         lr: float | None = None,
         momentum: float | None = None,
-        initial_model_damping: float = 150.0,
+        initial_model_damping: float = DEFAULT_MODEL_DAMPING,
         damping_period: int = 5,
         damping_decrease: float = (19 / 20) ** 5,
         gamma_period: int = 20,

@@ -12,8 +12,8 @@ from kfc.report.summary import Row
 
 # In the order in which they happen.
 PARTS = (
-    *("data", "forward", "statistics", "backward", "averages", "inverses", "check"),
-    *("natural gradient", "clip", "update", "optimizer"),
+    *("data", "forward", "statistics", "backward", "forward and backward", "averages", "inverses"),
+    *("check", "natural gradient", "model", "clip", "update", "reduction ratio", "optimizer"),
 )
 HATCHING = {"shape": "/", "fillmode": "overlay", "fgcolor": INK, "size": 6, "solidity": 0.2}
 CAPTION = "Milliseconds for one update by part, the mean over the whole run."

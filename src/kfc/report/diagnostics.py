@@ -58,7 +58,8 @@ def clipping_figures(records: Sequence[Record]) -> list[Figure]:
         if not rows:
             continue
         norms.append(_clip_line(index, record, rows, "fisher_norm"))
-        factors.append(_clip_line(index, record, rows, "clip_factor"))
+        if any(row.get("clip_factor") is not None for row in rows):
+            factors.append(_clip_line(index, record, rows, "clip_factor"))
         limit = record.config.options.get("fisher_clip")
         if limit:
             limits[limit] = max(limits.get(limit, 0), rows[-1]["update"])

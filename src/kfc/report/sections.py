@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from kfc.experiments.runs import Record
+from kfc.report.adaptation import adaptation_figures, adapts
 from kfc.report.controls import curve_controls, key, run_choice
 from kfc.report.costs import cost_figure, cost_rows, cost_swatches
 from kfc.report.curves import curve_figures
@@ -72,6 +73,7 @@ def all_sections(
         _curves(best, has_others=len(records) > len(best)),
         _sensitivity(records, best),
         _costs(best),
+        _adaptation(best),
         _clipping(best),
         _layers(best),
         _settings(records),
@@ -85,11 +87,11 @@ def _summary(best: Sequence[Record], goals: Goals, baseline: str | None) -> Sect
         summary_rows(best, baseline),
         "The last evaluation of each run; losses and errors are of averaged parameters.",
     )
-    if any(goals):
+    if goals:
         name = find_baseline(best, baseline).name
         html += html_table(
             goal_rows(best, goals, baseline),
-            "Training until averaged parameters first reach an error; in brackets, how many times "
+            "Training until averaged parameters first reach a goal; in brackets, how many times "
             f"less than {name} takes.",
         )
     return Section("summary", "Summary", html + "".join(map(_failure, best)))
@@ -123,6 +125,14 @@ def _costs(best: Sequence[Record]) -> Section | None:
     caption = "The same in milliseconds, and as a share of the whole."
     table = html_table(cost_rows(best), caption, swatches=cost_swatches(best))
     return Section("cost", "Cost of an update", "", [figure], table)
+
+
+def _adaptation(best: Sequence[Record]) -> Section | None:
+    looks = [(index, r.name) for index, r in enumerate(best) if adapts(r)]
+    if not looks:
+        return None
+    figures = adaptation_figures(best)
+    return Section("adaptation", "What was chosen", key(looks), figures)
 
 
 def _clipping(best: Sequence[Record]) -> Section | None:

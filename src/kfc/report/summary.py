@@ -30,13 +30,19 @@ COUNTS = (("seconds", "seconds"), ("epochs", "epoch"), ("updates", "update"))
 
 @dataclass(frozen=True)
 class Goals:
-    """Errors to be reached, in percent."""
+    """Errors to be reached, in percent, and losses."""
 
     train_errors: tuple[float, ...] = ()
     test_errors: tuple[float, ...] = ()
+    train_losses: tuple[float, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.train_errors or self.test_errors or self.train_losses)
 
     def __iter__(self) -> Iterator[tuple[str, float, str]]:
-        """The evaluations' key, the error, and words for both."""
+        """The evaluations' key, the value, and words for both."""
+        for loss in self.train_losses:
+            yield "averaged_train_loss", loss, f"training loss {loss:g}"
         for error in self.train_errors:
             yield "averaged_train_error", error, f"{error:g}% training error"
         for error in self.test_errors:
@@ -121,7 +127,7 @@ def _possessive(name: str) -> str:
 def _summary(record: Record, reference: Record) -> Row:
     last = last_evaluation(record)
     return (
-        setting(record.config.lr),
+        "its own" if record.config.lr is None else setting(record.config.lr),
         setting(record.config.batch_size),
         number(last.get("epoch")),
         number(last.get("update")),
@@ -168,20 +174,20 @@ def goal_rows(records: Sequence[Record], goals: Goals, baseline: str | None = No
         return [("to reach",)]
     reference = find_baseline(records, baseline)
     rows = [("to reach", *(record.name for record in records))]
-    for key, error, words in goals:
+    for key, value, words in goals:
         rows.append((words, *("" for _ in records)))
         for label, count in COUNTS:
-            cells = (_goal_cell(record, reference, key, error, count) for record in records)
+            cells = (_goal_cell(record, reference, key, value, count) for record in records)
             rows.append((label, *cells))
     return rows
 
 
-def _goal_cell(record: Record, reference: Record, key: str, error: float, count: str) -> str:
-    row = first_reaching(record, key, error)
+def _goal_cell(record: Record, reference: Record, key: str, value: float, count: str) -> str:
+    row = first_reaching(record, key, value)
     if row is None:
         return "not reached" if record.evaluations else MISSING
     own = row[count]
-    there = first_reaching(reference, key, error)
+    there = first_reaching(reference, key, value)
     baseline = (there or last_evaluation(reference)).get(count)
     if record is reference or not own or not baseline:
         return number(own)
@@ -189,10 +195,10 @@ def _goal_cell(record: Record, reference: Record, key: str, error: float, count:
     return f"{number(own)} ({at_least}{ratio(baseline / own)})"
 
 
-def first_reaching(record: Record, key: str, error: float) -> dict[str, Any] | None:
-    """The first evaluation with that error or a smaller one."""
+def first_reaching(record: Record, key: str, value: float) -> dict[str, Any] | None:
+    """The first evaluation with that value or a smaller one."""
     rows = (row for row in record.evaluations if row[key] is not None)
-    return next((row for row in rows if row[key] <= error), None)
+    return next((row for row in rows if row[key] <= value), None)
 
 
 def default_goals(records: Sequence[Record]) -> Goals:

@@ -38,6 +38,17 @@ class Inputs:
             raise DataError("All training images are equal; there is nothing to divide by.")
         return cls(_mean_image(sums, count), math.sqrt(spread / (count * count * pixels)))
 
+    @classmethod
+    def unit(cls, split: Split) -> Inputs:
+        """Pixels from 0 to 1: over the largest one of the training images."""
+        largest = max(
+            int(split.images[start : start + ROWS_AT_ONCE].max())
+            for start in range(0, len(split), ROWS_AT_ONCE)
+        )
+        if largest == 0:
+            raise DataError("All training images are black; there is nothing to divide by.")
+        return cls(np.zeros(split.images.shape[1:], dtype=np.float32), float(largest))
+
     def __call__(self, images: NDArray[np.uint8]) -> Tensor:
         """Images, uint8 (n, channels, height, width), as float32 inputs."""
         inputs: NDArray[Any] = np.subtract(images, self.mean, dtype=np.float32)

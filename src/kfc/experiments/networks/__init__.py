@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from kfc.experiments.networks.autoencoder import DIGITS_SIZES, MNIST_SIZES, autoencoder
 from kfc.experiments.networks.cuda_convnet import WEIGHT_COSTS, cuda_convnet
 from kfc.experiments.networks.digits import digits
 from kfc.experiments.networks.initialisation import INITIALISATIONS
@@ -37,8 +38,9 @@ class Network:
         summary: one line of help.
         inits: the initialisations it has, the default first.
         weight_costs: λ by parameter name, the paper's; other parameters have none.
-        inputs: what its initialisation goes with: ``"centred"``, pixels of 0 to 255 minus their
-            mean, or ``"normalised"``, zero mean and unit variance.
+        inputs: what its first initialisation goes with: ``"centred"``, pixels of 0 to 255 minus
+            their mean, ``"normalised"``, zero mean and unit variance, or ``"unit"``, from 0 to 1.
+        task: of :data:`kfc.experiments.tasks.TASKS`.
     """
 
     make: Callable[[int, int], nn.Module]
@@ -47,7 +49,10 @@ class Network:
     inits: tuple[str, ...] = ("kaiming",)
     weight_costs: Mapping[str, float] = field(default_factory=dict)
     inputs: str = "normalised"
+    task: str = "classification"
 
+
+_autoencoder = partial(Network, inits=("glorot",), inputs="unit", task="reconstruction")
 
 _cuda_convnet_kin = partial(
     Network,
@@ -83,6 +88,16 @@ NETWORKS: Mapping[str, Network] = {
     ),
     "vgg": Network(vgg, (28, 32), "a small VGG of eight layers, without normalisation"),
     "digits": Network(digits, (8,), "two small convolutions, for scikit-learn's digits"),
+    "autoencoder": _autoencoder(
+        make=lambda channels, _: autoencoder(channels, 28, MNIST_SIZES),
+        image_sizes=(28,),
+        summary="a deep autoencoder for MNIST, down to 30 units and back",
+    ),
+    "digits-autoencoder": _autoencoder(
+        make=lambda channels, _: autoencoder(channels, 8, DIGITS_SIZES),
+        image_sizes=(8,),
+        summary="a deep autoencoder for scikit-learn's digits, down to 10 units and back",
+    ),
 }
 
 

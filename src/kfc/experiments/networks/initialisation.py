@@ -1,4 +1,4 @@
-"""Weights to start from: cuda-convnet's table, or Kaiming's."""
+"""Weights to start from: cuda-convnet's table, Kaiming's, or Glorot's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,15 @@ def kaiming(model: nn.Module) -> None:
             block.conv2.weight.zero_()
 
 
-INITIALISATIONS = {"paper": paper, "kaiming": kaiming}
+@torch.no_grad()
+def glorot(model: nn.Module) -> None:
+    """Gaussian weights of variance 2 / (fan-in + fan-out), biases 0; for tanh units."""
+    for _, layer in weight_layers(model):
+        nn.init.xavier_normal_(layer.weight)
+        zero_bias(layer)
+
+
+INITIALISATIONS = {"paper": paper, "kaiming": kaiming, "glorot": glorot}
 
 
 def weight_layers(model: nn.Module) -> Iterator[tuple[str, nn.Conv2d | nn.Linear]]:
