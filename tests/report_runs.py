@@ -6,9 +6,9 @@ from pathlib import Path
 from kfc.experiments.config import make_config
 from kfc.experiments.runs import Record, RunFolder, read_record
 
-SECONDS_PER_UPDATE = {"kfc": 0.5, "sgd": 0.1, "adam": 0.12}
+SECONDS_PER_UPDATE = {"kfc": 0.5, "kfac": 0.7, "sgd": 0.1, "adam": 0.12}
 # How fast a loss falls, by update.
-PACES = {"kfc": 0.02, "sgd": 0.002, "adam": 0.003}
+PACES = {"kfc": 0.02, "kfac": 0.025, "sgd": 0.002, "adam": 0.003}
 LAYERS = ("features.0", "features.3", "features.6", "classifier")
 
 
@@ -53,7 +53,25 @@ def progress_row(optimizer: str, update: int, pace: float) -> dict:
     if optimizer == "kfc":
         norm = 2 * math.exp(-update / 150) * (1 + 0.3 * math.sin(update))
         row |= {"fisher_norm": norm, "clip_factor": min(1.0, math.sqrt(0.3 / norm))}
+    if optimizer == "kfac":
+        row |= chosen(update)
     return row
+
+
+def chosen(update: int) -> dict:
+    """What KFAC says of a step; ρ every other time."""
+    predicted = -math.exp(-update / 100)
+    ratio = 0.9 + 0.3 * math.sin(update) if update % 20 == 0 else None
+    return {
+        "lr": 0.1 * math.exp(update / 300),
+        "momentum": 0.6 * math.cos(update),
+        "model_damping": 0.1 * math.exp(-update / 100),
+        "factor_damping": 0.3 * math.exp(-update / 200),
+        "fisher_norm": 0.1,
+        "model_change": predicted,
+        "objective_change": None if ratio is None else ratio * predicted,
+        "reduction_ratio": ratio,
+    }
 
 
 def evaluation_row(optimizer: str, update: int, pace: float, diverges: bool) -> dict:

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -13,6 +12,7 @@ import kfc
 from kfc.experiments.networks import NETWORKS, NetworkError, build
 from kfc.experiments.networks.cuda_convnet import WithinMapNormalisation
 from kfc.experiments.networks.resnet import ResidualBlock
+from kfc.experiments.tasks import TASKS
 
 NAMES = list(NETWORKS)
 
@@ -24,8 +24,10 @@ def made(name: str, *, channels: int = 3, classes: int = 10, init: str | None = 
 
 def images_for(name: str, examples: int, channels: int = 3) -> torch.Tensor:
     size = max(NETWORKS[name].image_sizes, default=16)
-    scale = 60 if NETWORKS[name].inputs == "centred" else 1
-    return scale * torch.randn(examples, channels, size, size)
+    shape = (examples, channels, size, size)
+    if NETWORKS[name].inputs == "unit":
+        return torch.rand(shape)
+    return (60 if NETWORKS[name].inputs == "centred" else 1) * torch.randn(shape)
 
 
 def parameters_of(name: str) -> int:
@@ -230,7 +232,15 @@ def test_paper_initialisation_has_the_tables_deviations(name):
     assert all(torch.equal(bias, torch.zeros_like(bias)) for bias in biases)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["autoencoder", "digits-autoencoder"])
+def test_glorot_initialisation(name):
+    for layer in (m for m in made(name).modules() if isinstance(m, nn.Linear)):
+        expected = (2 / sum(layer.weight.shape)) ** 0.5
+        assert layer.weight.std().item() == pytest.approx(expected, rel=0.12)
+        assert not layer.bias.any()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "kaiming" in NETWORKS[name].inits])
 def test_kaiming_initialisation(name):
     model = made(name, init="kaiming")
     layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
@@ -271,7 +281,8 @@ def test_the_registry_describes_its_networks(name):
     parameters = dict(made(name).named_parameters())
     assert set(network.weight_costs) <= set(parameters)
     assert not any(key.endswith("bias") for key in network.weight_costs)
-    assert network.inputs in ("centred", "normalised")
+    assert network.inputs in ("centred", "normalised", "unit")
+    assert network.task in TASKS
     assert "\n" not in network.summary
 
 
@@ -283,6 +294,16 @@ def test_weight_costs_are_the_papers():
     assert NETWORKS["cuda-convnet-bn"].weight_costs == {}
 
 
+def test_autoencoders_narrow_to_a_linear_code():
+    model = made("autoencoder", channels=1)
+    widths = [m.out_features for m in model if isinstance(m, nn.Linear)]
+    assert widths == [1000, 500, 250, 30, 250, 500, 1000, 784]
+    code = next(i for i, m in enumerate(model) if getattr(m, "out_features", 0) == 30)
+    assert isinstance(model[code + 1], nn.Linear)
+    assert sum(isinstance(m, nn.Tanh) for m in model) == 6
+    assert model(torch.rand(2, 1, 28, 28)).shape == (2, 1, 28, 28)
+
+
 # With KFC
 
 
@@ -291,12 +312,13 @@ def test_kfc_trains_every_parameter_of_every_network(name):
     """With the clip's forward-mode pass; wide factors keep their diagonals, to save time."""
     model = made(name)
     start = {key: value.detach().clone() for key, value in model.named_parameters()}
-    optimizer = kfc.KFC(model, lr=1e-3, max_factor_size=300)
+    task = TASKS[NETWORKS[name].task]
+    optimizer = kfc.KFC(model, lr=1e-3, max_factor_size=300, likelihood=task.likelihood)
     assert "plain gradient" not in optimizer.describe()
     images, labels = images_for(name, 8), torch.arange(8)
     for _ in range(3):
         optimizer.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
+        task.loss(model(images), images, labels).backward()
         optimizer.step()
     assert optimizer.diagnostics["fisher_norm"] > 0
     for key, value in model.named_parameters():
@@ -343,7 +365,7 @@ def test_a_class_of_an_installed_package_will_do():
     assert isinstance(build_own("torch.nn:Identity"), nn.Identity)
 
 
-KNOWN = "known: cuda-convnet, .*, digits, or module:function"
+KNOWN = "known: cuda-convnet, .*, digits, .*, or module:function"
 
 
 @pytest.mark.parametrize(

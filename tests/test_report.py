@@ -119,7 +119,23 @@ def test_baseline_is_sgd_or_the_one_named(kfc_run, sgd_run):
         summary_rows([kfc_run, sgd_run], "Adam")
 
 
+def test_a_run_without_a_learning_rate_chose_its_own(tmp_path, sgd_run):
+    kfac = make_run(tmp_path / "kfac", "KFAC", "kfac")
+    assert cells(summary_rows([kfac, sgd_run]), "learning rate") == ("its own", "0.01")
+
+
 # Goals
+
+
+def test_a_loss_may_be_a_goal(kfc_run, sgd_run):
+    goals = Goals(train_losses=(0.5,))
+    rows = goal_rows([kfc_run, sgd_run], goals)
+    assert goals
+    assert not Goals()
+    assert rows[1][0] == "training loss 0.5"
+    losses = [row["averaged_train_loss"] for row in kfc_run.evaluations]
+    first = next(i for i, loss in enumerate(losses) if loss <= 0.5)
+    assert rows[3][1].startswith(f"{first} ")
 
 
 def test_goals_count_until_the_error_is_first_reached(kfc_run, sgd_run):

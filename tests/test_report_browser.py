@@ -23,6 +23,10 @@ INSIDE_KFC = {
     *("fisher-norm", "clip-factor"),
     *("layers-pi", "layers-activation_trace", "layers-derivative_trace", "layers-block_trace"),
 }
+INSIDE_KFAC = {
+    *("adaptation-lr", "adaptation-momentum", "adaptation-model_damping"),
+    *("adaptation-factor_damping", "adaptation-reduction_ratio", "adaptation-changes"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +73,7 @@ def comparison(tmp_path_factory):
         make_run(folder / "slow", "KFC", "kfc", lr=0.0003, pace=0.005, end="not chosen"),
         make_run(folder / "lost", "KFC", "kfc", lr=1.0, evaluations=3, end="diverged"),
         make_run(folder / "sgd", "SGD", "sgd", evaluations=40),
+        make_run(folder / "kfac", "KFAC", "kfac", evaluations=20),
         make_run(folder / "nasty", NASTY, "kfc", inverse="eigen", pace=0.01),
     ]
     page = folder / "report.html"
@@ -111,7 +116,7 @@ def axis_title(page, figure="curve-train_loss"):
 
 
 def test_every_figure_is_drawn_and_nothing_sticks_out(page):
-    assert figure_ids(page) == {*CURVES, *INSIDE_KFC, "sensitivity", "costs"}
+    assert figure_ids(page) == {*CURVES, *INSIDE_KFC, *INSIDE_KFAC, "sensitivity", "costs"}
     assert undrawn(page) == []
     assert page_width(page) <= page.viewport_size["width"]
     assert page.locator("#costs .modebar-btn").count() == 4
@@ -150,18 +155,18 @@ def test_an_error_of_zero_is_drawn_on_a_logarithmic_scale(page):
 def test_controls_change_the_curves(wide_page):
     page = wide_page
     traces = page.locator("#curve-train_loss .scatterlayer .trace")
-    assert (axis_title(page), traces.count()) == ("seconds of training", 3)
+    assert (axis_title(page), traces.count()) == ("seconds of training", 4)
     page.get_by_label("epochs", exact=True).check()
     assert axis_title(page) == "epochs"
     page.keyboard.press("ArrowRight")
     assert axis_title(page) == "updates"
     page.get_by_label("both", exact=True).check()
-    assert traces.count() == 6
+    assert traces.count() == 8
     page.get_by_label("averaged", exact=True).check()
     page.get_by_label("all learning rates").check()
-    assert traces.count() == 5
+    assert traces.count() == 6
     page.get_by_label("KFC", exact=True).uncheck()
-    assert traces.count() == 2
+    assert traces.count() == 3
     page.get_by_label("linear", exact=True).first.check()
     kind = "plot => plot._fullLayout.yaxis.type"
     assert page.eval_on_selector("#curve-train_loss", kind) == "linear"

@@ -20,11 +20,11 @@ from kfc.optimizers.damping import FactorDamping, ModelDamping
 from kfc.optimizers.groups import build_groups, require_hyper_parameters
 from kfc.optimizers.objective import Objective
 from kfc.optimizers.quadratic import QuadraticModel
-from kfc.periods import Period
+from kfc.periods import Period, is_due
 from kfc.preconditioner import InverseKind, Preconditioner
 
-# Where λ begins.
-DEFAULT_MODEL_DAMPING = 1.0
+# Where λ begins. (The 150 of the K-FAC paper is for a loss summed over 784 pixels.)
+DEFAULT_MODEL_DAMPING = 0.01
 # How often a step that led to a loss that is not finite is tried again with more damping.
 MAX_RETRIES = 10
 
@@ -66,7 +66,8 @@ class KFAC(CurvatureOptimizer):
         lr: α; by default chosen at every step.
         momentum: μ; by default chosen at every step.
         initial_model_damping: where λ begins if it adapts; γ begins at √(λ + weight decay).
-        damping_period: λ adapts every so many steps, which then evaluate the loss once more.
+        damping_period: λ adapts every so many steps, which then evaluate the loss once more. (The
+            first step does too, and raises λ tenfold as long as the update raises the loss.)
         damping_decrease: what λ is multiplied by if the model predicts well, and divided by if it
             predicts badly.
         gamma_period: γ is chosen anew every so many steps, among its value and that times and
@@ -92,7 +93,7 @@ class KFAC(CurvatureOptimizer):
         damping_decrease: float = (19 / 20) ** 5,
         gamma_period: int = 20,
         gamma_factor: float = (19 / 20) ** 10,
-        statistics_period: Period | None = None,
+        statistics_period: Period = 1,
         inverse_period: Period | None = None,
         factor_decay: float = 0.95,
         fisher_clip: float | None = None,
@@ -180,23 +181,30 @@ class KFAC(CurvatureOptimizer):
         return loss
 
     def _differentiate_from_before(self, objective: Objective) -> Tensor:
-        """The last update led astray: back to where it began, with more damping."""
+        """The last update led astray: try the batch where that began."""
+        here = [(p, p.detach().clone(), self.state[p].get(PREVIOUS)) for p in self._trained()]
         damping = self.model_damping.value
-        moved = [parameter for parameter in self._trained() if BEFORE in self.state[parameter]]
-        here = [parameter.clone() for parameter in moved]
-        if moved and self._more_damping():
-            for parameter in moved:
-                parameter.copy_(self.state[parameter][BEFORE])
-            self.preconditioner.gathering.drop()
+        if self._go_back():
             objective.rewind()
             if (loss := objective.differentiate()) is not None:
-                for parameter in moved:
-                    del self.state[parameter][PREVIOUS]
                 return loss
-            for parameter, value in zip(moved, here, strict=True):
+            for parameter, value, previous in here:
                 parameter.copy_(value)
+                if previous is not None:
+                    self.state[parameter][PREVIOUS] = previous
         self.model_damping.value = damping
         raise self._failure(objective, "before the update")
+
+    def _go_back(self) -> bool:
+        """To where the last update began, with more damping; whether there is a way."""
+        moved = [p for p in self._trained() if PREVIOUS in self.state[p]]
+        if not moved or not self._more_damping():
+            return False
+        for parameter in moved:
+            parameter.copy_(self.state[parameter][BEFORE])
+            del self.state[parameter][PREVIOUS]
+        self.preconditioner.gathering.drop()
+        return True
 
     def _more_damping(self) -> bool:
         """Whether λ could be raised, and makes a difference."""
@@ -222,10 +230,12 @@ class KFAC(CurvatureOptimizer):
         choosing = self.factor_damping.is_due(curvature.steps + 1)
         damping = self.factor_damping.value**2
         if not curvature.begin_step(gradients, lambda _: damping, wait=True, renew=choosing):
+            self._go_back()  # squares may overflow where the loss does not yet
             return
         gradient = self._with_weight_decay(gradients)
         proposal = self._propose(gradient, choosing)
-        measures = proposal.model and (curvature.steps + 1) % self.model_damping.period == 0
+        # Periods count as those of statistics do: the first step is due too.
+        measures = proposal.model and is_due(self.model_damping.period, curvature.steps + 1)
         value = loss + self._penalty() if measures else loss
         self._note(proposal)
         with curvature.timed("update"):
@@ -397,24 +407,28 @@ class KFAC(CurvatureOptimizer):
     def _measure(self, objective: Objective, value: float, proposal: Proposal) -> None:
         """ρ, and λ by it; if the loss is not finite now, first more cautious updates.
 
+        The very first update must not raise the objective either: where λ began was a guess.
+
         Args:
             value: of the objective before the update.
         """
         assert proposal.model is not None
         damping = self.model_damping.value
-        for _ in range(MAX_RETRIES + 1):
+        first = self.preconditioner.steps == 0
+        for attempt in range(MAX_RETRIES + 1):
             change = objective.value() + self._penalty() - value
-            if math.isfinite(change):
-                self._adapt(change, proposal, value)
-                return
-            if not self._more_damping():
+            if math.isfinite(change) and not (first and change > 0):
+                break
+            if attempt == MAX_RETRIES or not self._more_damping():
                 break
             proposal = proposal._replace(coefficients=self._coefficients(proposal.model))
             self._note(proposal)
             self._place(proposal)
-        self._take_back(proposal)
-        self.model_damping.value = damping
-        raise self._failure(objective, "after the update")
+        if not math.isfinite(change):
+            self._take_back(proposal)
+            self.model_damping.value = damping
+            raise self._failure(objective, "after the update")
+        self._adapt(change, proposal, value)
 
     def _adapt(self, change: float, proposal: Proposal, value: float) -> None:
         """Levenberg-Marquardt: λ by ρ, what the objective did over what the model said of it."""
@@ -424,7 +438,8 @@ class KFAC(CurvatureOptimizer):
         # Where both are lost in the objective's own rounding, their ratio says nothing.
         if abs(predicted) > 10 * proposal.model.precision * abs(value):
             self._last["reduction_ratio"] = change / predicted
-            self.model_damping.adapt(change / predicted)
+            if self.model_damping.is_due(self.preconditioner.steps + 1):
+                self.model_damping.adapt(change / predicted)
 
     # What the user sees
 
