@@ -372,17 +372,25 @@ def test_model_damping_follows_the_reduction_ratio(part, power):
         assert optimizer.model_damping.value == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("bound", [1e-10, 1e10])
-def test_model_damping_is_bounded(bound):
-    model, inputs, targets = linear_problem()
-    optimizer = kfc.KFAC(
-        model, likelihood="gaussian", initial_model_damping=bound, damping_period=1
-    )
-    for value in (1.0, -1.0):
-        optimizer.model_damping.adapt(value)
-    assert 1e-10 <= optimizer.model_damping.value <= 1e10
-    optimizer.step(lambda: F.mse_loss(model(inputs), targets))
-    assert torch.isfinite(flat_parameters(model)).all()
+@pytest.mark.parametrize(("part", "bound"), [(1.0, 1e-10), (-1.0, 1e10)])
+def test_model_damping_is_bounded(part, bound):
+    model, _, _ = linear_problem()
+    damping = kfc.KFAC(model, initial_model_damping=bound).model_damping
+    for _ in range(3):
+        damping.adapt(part)
+    assert damping.value == bound
+    damping.adapt(-part)
+    assert damping.value != bound
+
+
+def test_too_much_damping_does_not_hold_itself_up():
+    """In float32, where what a tiny update does is lost in the loss's rounding."""
+    torch.set_default_dtype(torch.float32)
+    model, inputs, labels = small_problem()
+    optimizer = kfc.KFAC(model, initial_model_damping=1e8, damping_period=1)
+    for _ in range(20):
+        optimizer.step(closure_of(model, inputs, labels))
+    assert optimizer.model_damping.value < 1e6
 
 
 @pytest.mark.parametrize("kind", ["factored", "eigen"])
@@ -424,6 +432,10 @@ def test_factor_damping_begins_at_the_root_of_all_other_damping():
     model, _, _ = small_problem()
     assert kfc.KFAC(
         model, weight_decay=0.09, initial_model_damping=0.16
+    ).factor_damping.value == pytest.approx(0.5)
+    groups = [{"prefix": "*.weight", "weight_decay": 0.09}]
+    assert kfc.KFAC(
+        model, groups=groups, initial_model_damping=0.16
     ).factor_damping.value == pytest.approx(0.5)
     given = kfc.KFAC(model, weight_decay=0.09, model_damping=0.4).factor_damping.value
     assert given == pytest.approx(0.7)
@@ -530,27 +542,35 @@ def test_the_first_update_does_not_raise_the_objective(initial):
     assert optimizer.model_damping.value > initial
 
 
-@pytest.mark.parametrize("when", ["at once", "after the update"])
+@pytest.mark.parametrize("when", ["at once", "after the update", "after going back"])
 def test_if_nothing_helps_the_parameters_are_as_they_were(when):
+    """The third step, at which γ is chosen too."""
     model, inputs, labels = small_problem()
-    optimizer = kfc.KFAC(model, initial_model_damping=1.0, damping_period=1)
+    model.insert(3, nn.Dropout(0.1))
+    optimizer = kfc.KFAC(model, initial_model_damping=1.0, damping_period=1, gamma_period=3)
     plain = closure_of(model, inputs, labels)
     optimizer.step(plain)
     optimizer.step(plain)
     before, state = flat_parameters(model), copy.deepcopy(optimizer.state_dict())
 
     def closure() -> Tensor:
-        bad = torch.is_grad_enabled() if when == "at once" else not torch.is_grad_enabled()
-        return plain() * (math.nan if bad else 1.0)
+        here = torch.equal(flat_parameters(model), before)
+        bad = {
+            "at once": torch.is_grad_enabled(),
+            "after the update": not torch.is_grad_enabled(),
+            "after going back": here or not torch.is_grad_enabled(),
+        }
+        return plain() * (math.nan if bad[when] else 1.0)
 
+    random_state = torch.get_rng_state()
     with pytest.raises(FloatingPointError, match="The parameters are as they were"):
         optimizer.step(closure)
     assert torch.equal(flat_parameters(model), before)
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert optimizer.state_dict()["dampings"] == state["dampings"]
     for key, values in state["state"].items():
-        assert torch.equal(
-            values["previous_update"], optimizer.state_dict()["state"][key]["previous_update"]
-        )
+        for name, value in values.items():
+            assert torch.equal(value, optimizer.state_dict()["state"][key][name]), name
     optimizer.step(plain)
     assert closure_of(model, inputs, labels)().item() < 2
 
@@ -567,6 +587,105 @@ def test_where_damping_has_no_say_nan_is_an_error_at_once():
     with pytest.raises(FloatingPointError, match="too bold"):
         optimizer.step(closure)
     assert len(evaluations) == 1
+
+
+def test_an_error_in_the_second_evaluation_leaves_everything_as_it_was():
+    model, inputs, labels = small_problem()
+    optimizer = kfc.KFAC(model, damping_period=1)
+    before = flat_parameters(model)
+
+    def closure() -> Tensor:
+        if not torch.is_grad_enabled():
+            raise ArithmeticError("checked by the user")
+        return closure_of(model, inputs, labels)()
+
+    with pytest.raises(ArithmeticError, match="checked by the user"):
+        optimizer.step(closure)
+    assert torch.equal(flat_parameters(model), before)
+    assert optimizer.diagnostics["step"] == 0
+    optimizer.step(closure_of(model, inputs, labels))
+
+
+@pytest.mark.parametrize(("scale", "skipped"), [(1e8, 0), (1e13, 1)])
+@pytest.mark.filterwarnings("ignore:step 3 was skipped")
+def test_curvature_beyond_floating_point_is_a_skipped_step(scale, skipped):
+    """In float32: the gradient is finite, its square may not be."""
+    torch.set_default_dtype(torch.float32)
+    model = nn.Linear(4, 1)
+    inputs, targets = torch.randn(20, 4), torch.randn(20, 1)
+    optimizer = kfc.KFAC(model, likelihood="gaussian", statistics_period=10, averaging_timescale=5)
+    for step in range(1, 6):
+        rows = torch.cat([inputs[:1] * (scale if step == 3 else 1.0), inputs[1:]])
+        optimizer.step(lambda rows=rows: F.mse_loss(model(rows), targets))
+    assert optimizer.diagnostics["skipped_steps"] == skipped
+    with optimizer.averaged_parameters():
+        assert torch.isfinite(flat_parameters(model)).all()
+    assert torch.isfinite(flat_parameters(model)).all()
+
+
+def test_a_given_rate_that_is_too_large_does_not_raise_the_damping():
+    model, inputs, labels = small_problem()
+    evaluations = []
+
+    def closure() -> Tensor:
+        evaluations.append(0)
+        return closure_of(model, inputs, labels)()
+
+    optimizer = kfc.KFAC(model, lr=50.0)
+    loss = optimizer.step(closure).item()
+    assert closure_of(model, inputs, labels)().item() > loss
+    assert len(evaluations) == 2
+    assert optimizer.model_damping.value <= 0.1
+
+
+def test_parts_that_rest_are_not_moved_back():
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.heads = nn.Linear(5, 4), nn.ModuleList([nn.Linear(4, 3)] * 1)
+            self.heads.append(nn.Linear(4, 3))
+
+        def forward(self, inputs: Tensor, head: int) -> Tensor:
+            return self.heads[head](torch.tanh(self.body(inputs)))
+
+    model = TwoHeads()
+    inputs, labels = torch.randn(20, 5), torch.randint(3, (20,))
+    optimizer = kfc.KFAC(model, initial_model_damping=1.0, damping_period=NEVER)
+
+    def closure(head: int) -> Tensor:
+        return F.cross_entropy(model(inputs, head), labels)
+
+    for head in (0, 0, 1, 1):
+        optimizer.step(lambda head=head: closure(head))
+    resting = model.heads[0].weight.detach().clone()
+    astray = flat_parameters(model)
+    optimizer.step(
+        lambda: closure(1) * (math.nan if torch.equal(flat_parameters(model), astray) else 1.0)
+    )
+    assert torch.equal(model.heads[0].weight, resting)
+    optimizer.step(lambda: closure(0))
+
+
+def test_autocast_around_the_step_sees_the_update():
+    torch.set_default_dtype(torch.float32)
+    model, inputs, labels = small_problem()
+    optimizer = kfc.KFAC(model, initial_model_damping=0.1, damping_period=1)
+    for _ in range(10):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = optimizer.step(closure_of(model, inputs, labels))
+        assert optimizer.step_diagnostics["objective_change"] != 0
+    assert loss.item() < 0.9
+
+
+def test_batches_of_other_loops_are_not_held():
+    model, inputs, labels = small_problem()
+    optimizer = kfc.KFAC(model)
+    for _ in range(3):
+        closure_of(model, inputs, labels)()
+    optimizer.estimate_factors([inputs] * 3)
+    assert len(optimizer.preconditioner.gathering.calls) <= 1
+    optimizer.step(closure_of(model, inputs, labels))
+    assert not optimizer.preconditioner.gathering.calls
 
 
 # Use
@@ -611,12 +730,19 @@ def test_a_schedule_moves_a_given_rate():
     optimizer.step(closure_of(model, inputs, labels))
     schedule.step()
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
+    assert optimizer.step_diagnostics["lr"] == pytest.approx(0.2)
     twin, other = copy.deepcopy(model), None
     other = kfc.KFAC(twin, lr=0.1, groups=[{"prefix": "4", "weight_decay": 0.1}])
     other.load_state_dict(optimizer.state_dict())
     optimizer.step(closure_of(model, inputs, labels))
     other.step(closure_of(twin, inputs, labels))
     assert torch.equal(flat_parameters(twin), flat_parameters(model))
+    assert other.step_diagnostics["lr"] == pytest.approx(0.1)
+    adaptive = kfc.KFAC(copy.deepcopy(model), groups=[{"prefix": "4", "weight_decay": 0.1}])
+    adaptive.load_state_dict(optimizer.state_dict())
+    assert all("lr" not in group for group in adaptive.param_groups)
+    other.load_state_dict(adaptive.state_dict())
+    assert other.param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,11 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """The widest floating point that a device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def all_finite(values: Iterable[Tensor]) -> Tensor:
     """Whether all these scalars are finite: a boolean scalar, on the first one's device."""
     scalars = list(values)

@@ -142,6 +142,14 @@ class Curvature:
             layer.damping = damping(name)
             layer.inverse = handler.invert(running, layer.damping, self.inverse_kind)
 
+    def inverses(self) -> dict[str, LayerInverse]:
+        """Those in use."""
+        return {
+            name: LayerInverse(layer.inverse, layer.damping)
+            for name, layer in self.layers.items()
+            if layer.inverse is not None
+        }
+
     def redamped_inverses(self, damping: float) -> dict[str, LayerInverse]:
         """Those of all layers with another damping; just after ``refresh_inverses`` of all."""
         inverses = {}
@@ -155,12 +163,9 @@ class Curvature:
 
     def use_inverses(self, inverses: Mapping[str, LayerInverse]) -> dict[str, LayerInverse]:
         """Take these instead; returns those that were in use."""
-        before = {}
+        before = self.inverses()
         for name, new in inverses.items():
-            layer = self.layers[name]
-            if layer.inverse is not None:
-                before[name] = LayerInverse(layer.inverse, layer.damping)
-            layer.inverse, layer.damping = new
+            self.layers[name].inverse, self.layers[name].damping = new
         return before
 
     def _refuse_factors(self, name: str) -> None:

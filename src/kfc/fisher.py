@@ -23,8 +23,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
 from kfc.capture import ModelCall, suspended
+from kfc.checks import widest
 from kfc.likelihoods import Likelihood, resolve_likelihood
 from kfc.randomness import accelerators_of, forked_random_state, set_random_state
+from kfc.session import without_autocast
 
 Output = Callable[[Any], Tensor]
 P = ParamSpec("P")
@@ -113,9 +115,11 @@ def products_of_call(
         for tangents in vectors:
             outputs, change = _dual_run(model, call, tangents, {}, output)
             likelihood.validate(outputs)
-            changes.append(change.flatten())
-            pulled.append(likelihood.fisher_product(outputs, change).flatten())
-        return torch.stack(changes).to(pulled[0].dtype) @ torch.stack(pulled).mT
+            # Squares of large changes may leave float32's range, which the caller wants to see.
+            changes.append(change.flatten().to(widest(change.device)))
+            pulled.append(likelihood.fisher_product(outputs, change).flatten().to(changes[-1]))
+        with without_autocast(changes[0].device):
+            return torch.stack(changes) @ torch.stack(pulled).mT
 
 
 def _with_decompositions_if_needed(run: Callable[P, T]) -> Callable[P, T]:
@@ -216,8 +220,8 @@ def _run(model: nn.Module, state: dict[str, Tensor], call: ModelCall) -> Any:
             raise
         raise ForwardModeError(
             "exact Fisher products need forward-mode differentiation, which an operation of this "
-            f"model lacks: {str(error).splitlines()[0]} Set fisher_clip=None to train without "
-            "them."
+            f"model lacks: {str(error).splitlines()[0]} To train without them: KFC with "
+            "fisher_clip=None."
         ) from error
 
 

@@ -98,7 +98,7 @@ def _for_curvature(wishes: Wishes) -> dict[str, Any]:
     for name, cost in wishes.weight_costs.items():
         names.setdefault(cost, []).append(name)
     groups = [{"prefix": members, "weight_decay": cost} for cost, members in names.items()]
-    options = dict(wishes.options)
+    options = {name: value for name, value in wishes.options.items() if value is not None}
     options["fisher_clip"] = options["fisher_clip"] or None
     return {**options, "groups": groups, "seed": wishes.seed, "likelihood": wishes.likelihood}
 

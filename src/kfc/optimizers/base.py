@@ -40,6 +40,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             require_number("averaging_timescale", averaging_timescale, positive=True)
         self.preconditioner = preconditioner
         self.averaging_timescale = averaging_timescale
+        self._options = tuple(defaults)
         self._averaging = False
         self._complete = False
         super().__init__(param_groups, defaults)
@@ -213,7 +214,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         require_keys("optimizer state", state_dict, STATE_KEYS)
         raise_differences("parameters", state_dict["parameters"], self._parameter_shapes())
         for group in state_dict["param_groups"]:
-            require_keys("param group", group, ("params", "param_names", *self.defaults))
+            require_keys("param group", group, ("params", "param_names", *self._options))
         saved, own = (
             {f"group {i}": list(group["param_names"]) for i, group in enumerate(groups)}
             for groups in (state_dict["param_groups"], self.param_groups)

@@ -41,6 +41,10 @@ class ModelDamping:
         self._set(max(self.value, LOWEST) * ALARM)
         return True
 
+    def resume_at(self, value: float) -> None:
+        if self.adapts:
+            self._set(value)
+
     def _set(self, value: float) -> None:
         self.value = min(max(value, LOWEST), HIGHEST)
 
@@ -65,6 +69,10 @@ class FactorDamping:
 
     def is_due(self, step: int) -> bool:
         return self.adapts and step % self.period == 0
+
+    def resume_at(self, value: float) -> None:
+        if self.adapts:
+            self.value = min(max(value, LOWEST**0.5), HIGHEST**0.5)
 
     def candidates(self) -> list[float]:
         """The present value first."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kfc.checks import require_keys, require_number, require_whole
+from kfc.checks import require_keys, require_number, require_whole, widest
 from kfc.fisher import Output, products_of_call
 from kfc.gathering import FisherKind
 from kfc.layers.base import DEFAULT_MAX_FACTOR_SIZE
@@ -22,6 +22,7 @@ from kfc.optimizers.objective import Objective
 from kfc.optimizers.quadratic import QuadraticModel
 from kfc.periods import Period, is_due
 from kfc.preconditioner import InverseKind, Preconditioner
+from kfc.session import without_autocast
 
 # Where λ begins. (The 150 of the K-FAC paper is for a loss summed over 784 pixels.)
 DEFAULT_MODEL_DAMPING = 0.01
@@ -44,6 +45,11 @@ class Proposal(NamedTuple):
     model: QuadraticModel | None
     coefficients: list[float]
 
+    def rounding(self, value: float) -> float:
+        """What differences between values of that size may be off by."""
+        assert self.model is not None
+        return 10 * self.model.precision * abs(value)
+
 
 class KFAC(CurvatureOptimizer):
     """Natural gradient descent without a learning rate to set.
@@ -65,13 +71,15 @@ class KFAC(CurvatureOptimizer):
             by default it adapts.
         lr: α; by default chosen at every step.
         momentum: μ; by default chosen at every step.
-        initial_model_damping: where λ begins if it adapts; γ begins at √(λ + weight decay).
+        initial_model_damping: where λ begins if it adapts; γ begins at √(λ + weight decay), the
+            largest of all groups.
         damping_period: λ adapts every so many steps, which then evaluate the loss once more. (The
             first step does too, and raises λ tenfold as long as the update raises the loss.)
         damping_decrease: what λ is multiplied by if the model predicts well, and divided by if it
             predicts badly.
         gamma_period: γ is chosen anew every so many steps, among its value and that times and
             divided by ``gamma_factor``.
+        statistics_period: T_s; here by default every step, which costs little beside the model.
         fisher_clip: C; if ν = α² times the natural gradient's Fisher norm is above it, α is divided
             by √(ν/C). ``None``: no clipping.
         groups: ``weight_decay``, and ``lr`` if that is given, by name, as in :class:`kfc.KFC`.
@@ -141,14 +149,14 @@ class KFAC(CurvatureOptimizer):
         except BaseException:
             preconditioner.close()
             raise
-        preconditioner.gathering.keeps_calls = True
         self.lr = lr
         self.momentum = momentum
         self.fisher_clip = fisher_clip
         self.model_damping = ModelDamping(
             model_damping, initial_model_damping, damping_decrease, damping_period
         )
-        first = math.sqrt((self.model_damping.value or initial_model_damping) + weight_decay)
+        largest = max(float(group["weight_decay"]) for group in self.param_groups)
+        first = math.sqrt((self.model_damping.value or initial_model_damping) + largest)
         self.factor_damping = FactorDamping(factor_damping, first, gamma_factor, gamma_period)
         self._last: dict[str, float | None] = {}
 
@@ -167,55 +175,54 @@ class KFAC(CurvatureOptimizer):
             The loss before the update.
 
         Raises:
-            FloatingPointError: the loss is not finite, and more damping did not help; the
-                parameters are as they were.
+            FloatingPointError: the loss is not finite, and more damping did not help. As after any
+                error, parameters, buffers, dampings and random state are as they were.
         """
         if self._averaging:
             raise RuntimeError("step() inside averaged_parameters() would move the averages")
-        self.preconditioner.gathering.drop()
         objective = Objective(self.model, closure)
-        loss = objective.differentiate()
-        if loss is None:
-            loss = self._differentiate_from_before(objective)
-        self._update(objective, loss.item())
+        gathering = self.preconditioner.gathering
+        entry = self._snapshot()
+        gathering.drop()
+        gathering.keeps_calls = True
+        try:
+            loss = objective.differentiate()
+            if loss is None:
+                loss = self._differentiate_from_before(objective)
+            self._update(objective, loss.item())
+        except BaseException:
+            self._restore(entry)
+            objective.rewind()
+            raise
+        finally:
+            gathering.keeps_calls = False
+            gathering.drop()
         return loss
 
     def _differentiate_from_before(self, objective: Objective) -> Tensor:
-        """The last update led astray: try the batch where that began."""
-        here = [(p, p.detach().clone(), self.state[p].get(PREVIOUS)) for p in self._trained()]
-        damping = self.model_damping.value
-        if self._go_back():
-            objective.rewind()
-            if (loss := objective.differentiate()) is not None:
-                return loss
-            for parameter, value, previous in here:
-                parameter.copy_(value)
-                if previous is not None:
-                    self.state[parameter][PREVIOUS] = previous
-        self.model_damping.value = damping
-        raise self._failure(objective, "before the update")
-
-    def _go_back(self) -> bool:
-        """To where the last update began, with more damping; whether there is a way."""
-        moved = [p for p in self._trained() if PREVIOUS in self.state[p]]
-        if not moved or not self._more_damping():
-            return False
+        """The last update led astray: try the batch where that began, with more damping."""
+        moved = [p for p in self._parameters() if PREVIOUS in self.state[p]]
+        if not moved or not self._raise_damping():
+            raise self._failure("before the update")
         for parameter in moved:
             parameter.copy_(self.state[parameter][BEFORE])
             del self.state[parameter][PREVIOUS]
         self.preconditioner.gathering.drop()
-        return True
-
-    def _more_damping(self) -> bool:
-        """Whether λ could be raised, and makes a difference."""
-        chosen = self.lr is None or self.momentum is None
-        return chosen and self.model_damping.raise_alarm()
-
-    def _failure(self, objective: Objective, when: str) -> FloatingPointError:
-        self.preconditioner.gathering.drop()
-        self.zero_grad()
         objective.rewind()
-        adapts = self.model_damping.adapts and (self.lr is None or self.momentum is None)
+        loss = objective.differentiate()
+        if loss is None:
+            raise self._failure("before the update")
+        return loss
+
+    def _raise_damping(self) -> bool:
+        """Much more λ, if that is possible and has a say; whether it was."""
+        return not self._coefficients_are_given() and self.model_damping.raise_alarm()
+
+    def _coefficients_are_given(self) -> bool:
+        return self.lr is not None and self.momentum is not None
+
+    def _failure(self, when: str) -> FloatingPointError:
+        adapts = self.model_damping.adapts and not self._coefficients_are_given()
         hope = (
             "more damping did not help" if adapts else "lr, momentum or model_damping are too bold"
         )
@@ -226,18 +233,21 @@ class KFAC(CurvatureOptimizer):
 
     def _update(self, objective: Objective, loss: float) -> None:
         curvature = self.preconditioner
+        step = curvature.steps + 1
         gradients = curvature.gradients()
-        choosing = self.factor_damping.is_due(curvature.steps + 1)
+        choosing = self.factor_damping.is_due(step)
         damping = self.factor_damping.value**2
         if not curvature.begin_step(gradients, lambda _: damping, wait=True, renew=choosing):
-            self._go_back()  # squares may overflow where the loss does not yet
             return
-        gradient = self._with_weight_decay(gradients)
-        proposal = self._propose(gradient, choosing)
         # Periods count as those of statistics do: the first step is due too.
-        measures = proposal.model and is_due(self.model_damping.period, curvature.steps + 1)
+        measures = is_due(self.model_damping.period, step) and (
+            self.model_damping.adapts or not self._coefficients_are_given()
+        )
+        proposal = self._propose(self._with_weight_decay(gradients), choosing, measures)
+        if proposal is None:
+            curvature.skip_step()
+            return
         value = loss + self._penalty() if measures else loss
-        self._note(proposal)
         with curvature.timed("update"):
             self._remember(proposal.direction)
             self._place(proposal)
@@ -250,85 +260,94 @@ class KFAC(CurvatureOptimizer):
 
     # Directions, and the model on them
 
-    def _propose(self, gradient: Vector, choosing: bool) -> Proposal:
+    def _propose(self, gradient: Vector, choosing: bool, measures: bool) -> Proposal | None:
         """The natural gradient and the previous update, with the best coefficients.
 
         Args:
             choosing: whether γ is chosen too, by the model's value (appendix A.2).
+            measures: whether the model's prediction is asked for.
+
+        Returns:
+            ``None`` if the batch's curvature is beyond what floating point holds.
         """
         curvature = self.preconditioner.curvature
         previous = self._previous(gradient)
         dampings = self.factor_damping.candidates() if choosing else [self.factor_damping.value]
         # The first has the inverses in use, which are new if γ is to be chosen.
         inverses = [{}, *(curvature.redamped_inverses(γ**2) for γ in dampings[1:])]
-        directions = []
+        directions, plain_scale = [], self._plain_scale(gradient)
         for others in inverses:
             in_use = curvature.use_inverses(others)
-            directions.append(self._direction(gradient))
+            directions.append(self._direction(gradient, plain_scale))
             curvature.use_inverses(in_use)
-        if not self._needs_model(choosing):
+        clips = self.fisher_clip is not None
+        if self._coefficients_are_given() and not (choosing or measures or clips):
             return Proposal(directions[0], previous, None, [1.0, self.momentum or 0.0])
-        vectors = [*directions, *([previous] if previous else [])]
-        whole = self._model(gradient, vectors)
+        whole = self._model(gradient, [*directions, *([previous] if previous else [])])
+        if not whole.is_finite():
+            return None
         proposals = []
         for index, direction in enumerate(directions):
             model = whole.on([index, len(directions)] if previous else [index])
-            coefficients = self._coefficients(model)
-            proposals.append(Proposal(direction, previous, model, coefficients))
+            proposals.append(Proposal(direction, previous, model, self._coefficients(model)))
         best = min(range(len(proposals)), key=lambda index: self._damped_change(proposals[index]))
         curvature.use_inverses(inverses[best])
         self.factor_damping.value = dampings[best]
         return proposals[best]
 
-    def _needs_model(self, choosing: bool) -> bool:
-        given = self.lr is not None and self.momentum is not None
-        adapts = self.model_damping.adapts or self.factor_damping.adapts
-        return not given or adapts or choosing or self.fisher_clip is not None
-
     def _damped_change(self, proposal: Proposal) -> float:
         assert proposal.model is not None
         return proposal.model.change(proposal.coefficients, self.model_damping.value)
 
+    def _parameters(self) -> list[nn.Parameter]:
+        """All of them, also those that are frozen now."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
     def _previous(self, gradient: Vector) -> dict[str, Tensor]:
         """The last update, zero for parameters that were not in it; nothing if there was none."""
-        parameters = {self._names[p]: p for p in self._trained()}
-        if not any(PREVIOUS in self.state[parameters[name]] for name in gradient):
+        states = {self._names[p]: self.state[p] for p in self._parameters()}
+        if not any(PREVIOUS in states[name] for name in gradient):
             return {}
         return {
-            name: self.state[parameters[name]].get(PREVIOUS, torch.zeros_like(value)).to(value)
+            name: states[name].get(PREVIOUS, torch.zeros_like(value)).to(value)
             for name, value in gradient.items()
         }
 
-    def _direction(self, gradient: Vector) -> dict[str, Tensor]:
+    def _direction(self, gradient: Vector, plain_scale: float) -> dict[str, Tensor]:
         """Minus the natural gradient; times the learning rate, if that is given."""
         direction = {name: value.clone() for name, value in gradient.items()}
         self.preconditioner.precondition(direction)
-        plain = {n: v for n, v in gradient.items() if n in self.preconditioner.plan.plain}
-        scale = 1.0
-        if plain and self.lr is None:
-            # Of the plain gradient's own scale the natural gradient knows nothing.
-            scale = -self._model(plain, [plain]).minimiser(self.model_damping.value)[0]
         for group, _, names in self._by_group(direction):
-            rate = group.get("lr", scale if group["plain_gradient"] else 1.0)
-            torch._foreach_mul_([direction[name] for name in names], -float(rate))
+            own = plain_scale if group["plain_gradient"] else 1.0
+            rate = own if self.lr is None else float(group["lr"])
+            torch._foreach_mul_([direction[name] for name in names], -rate)
         return direction
+
+    def _plain_scale(self, gradient: Vector) -> float:
+        """How far to go along plain gradients, of whose scale natural gradients know nothing.
+
+        To the model's minimum along them alone; any number if there are none.
+        """
+        plain = {n: v for n, v in gradient.items() if n in self.preconditioner.plan.plain}
+        if not plain or self.lr is not None:
+            return 1.0
+        model = self._model(plain, [plain])
+        return -model.minimiser(self.model_damping.value)[0] if model.is_finite() else 0.0
 
     def _model(self, gradient: Vector, vectors: Sequence[Vector]) -> QuadraticModel:
         """Of the objective on the batch, on these directions."""
+        count = len(vectors)
+        products, decay = (torch.zeros(count + 1, count + 1).double() for _ in range(2))
         with self.preconditioner.timed("model"):
             fisher = self._fisher_products(vectors)
-            count = len(vectors)
-            products, decay = (torch.zeros(count + 1, count + 1).double() for _ in range(2))
-            for group, _, names in self._by_group(gradient):
-                own = torch.stack(
-                    [_products([gradient[name], *(v[name] for v in vectors)]) for name in names]
-                )
-                total = own.sum(0).cpu().double()
+            for group, parameters, names in self._by_group(gradient):
+                with without_autocast(parameters[0].device):
+                    own = [_products([gradient[n], *(v[n] for v in vectors)]) for n in names]
+                total = torch.stack(own).sum(0).cpu()
                 products += total
                 decay += float(group["weight_decay"]) * total
-            overlaps, decayed = products[1:, 1:], decay[1:, 1:]
-            precision = max(torch.finfo(value.dtype).eps for value in gradient.values())
-            return QuadraticModel(products[0, 1:], fisher + decayed, overlaps, precision)
+        precision = max(torch.finfo(value.dtype).eps for value in gradient.values())
+        return QuadraticModel(products[0, 1:], fisher + decay[1:, 1:], products[1:, 1:], precision)
 
     def _fisher_products(self, vectors: Sequence[Vector]) -> Tensor:
         """vᵢᵀ F vⱼ with the exact F of all forward passes of the step; float64, on the CPU."""
@@ -366,25 +385,45 @@ class KFAC(CurvatureOptimizer):
 
     # Moving, and looking back
 
+    def _snapshot(self) -> dict[str, Any]:
+        """What an error must leave as it was."""
+        return {
+            "values": [(p, p.detach().clone(), dict(self.state[p])) for p in self._parameters()],
+            "dampings": [(d, d.value) for d in (self.model_damping, self.factor_damping)],
+            "inverses": self.preconditioner.curvature.inverses(),
+        }
+
+    def _restore(self, entry: Mapping[str, Any]) -> None:
+        for parameter, value, state in entry["values"]:
+            parameter.copy_(value)
+            self.state[parameter] = state
+        for damping, value in entry["dampings"]:
+            damping.value = value
+        self.preconditioner.curvature.use_inverses(entry["inverses"])
+
     def _penalty(self) -> float:
         """½ Σ weight decay · θ²"""
         total = 0.0
         for group in self.param_groups:
             if group["weight_decay"]:
-                squares = [wide(p).square().sum().item() for p in group["params"]]
-                total += 0.5 * float(group["weight_decay"]) * sum(squares)
+                squares = [wide(p).square().sum() for p in group["params"]]
+                sums = torch.stack([square.cpu() for square in squares]).sum().item()
+                total += 0.5 * float(group["weight_decay"]) * sums
         return total
 
     def _remember(self, direction: Vector) -> None:
-        """Where the parameters are, to come back to."""
+        """Where the parameters are, to come back to; those that stay have nowhere to go back to."""
         if self.averaging_timescale is not None:
             start_averages(self._averaged(), self.state)
-        for _, parameters, _ in self._by_group(direction):
-            for parameter in parameters:
+        for parameter in self._parameters():
+            self.state[parameter].pop(PREVIOUS, None)
+            self.state[parameter].pop(BEFORE, None)
+            if self._names[parameter] in direction:
                 self.state[parameter][BEFORE] = parameter.detach().clone()
 
     def _place(self, proposal: Proposal) -> None:
         """The parameters from before, plus the update."""
+        self._note(proposal)
         alpha, *mu = proposal.coefficients
         for _, parameters, names in self._by_group(proposal.direction):
             steps = torch._foreach_mul([proposal.direction[name] for name in names], alpha)
@@ -395,15 +434,6 @@ class KFAC(CurvatureOptimizer):
                 parameter.copy_(self.state[parameter][BEFORE] + step)
                 self.state[parameter][PREVIOUS] = step
 
-    def _take_back(self, proposal: Proposal) -> None:
-        """As if the update had not been."""
-        for _, parameters, names in self._by_group(proposal.direction):
-            for parameter, name in zip(parameters, names, strict=True):
-                parameter.copy_(self.state[parameter][BEFORE])
-                del self.state[parameter][PREVIOUS]
-                if proposal.previous:
-                    self.state[parameter][PREVIOUS] = proposal.previous[name]
-
     def _measure(self, objective: Objective, value: float, proposal: Proposal) -> None:
         """ρ, and λ by it; if the loss is not finite now, first more cautious updates.
 
@@ -412,34 +442,50 @@ class KFAC(CurvatureOptimizer):
         Args:
             value: of the objective before the update.
         """
-        assert proposal.model is not None
-        damping = self.model_damping.value
+        damping, bold = self.model_damping.value, proposal
         first = self.preconditioner.steps == 0
         for attempt in range(MAX_RETRIES + 1):
             change = objective.value() + self._penalty() - value
-            if math.isfinite(change) and not (first and change > 0):
+            worse = first and change > proposal.rounding(value)
+            if math.isfinite(change) and not worse:
                 break
-            if attempt == MAX_RETRIES or not self._more_damping():
+            cautious = self._more_cautious(proposal) if attempt < MAX_RETRIES else None
+            if cautious is None:
                 break
-            proposal = proposal._replace(coefficients=self._coefficients(proposal.model))
-            self._note(proposal)
+            proposal = cautious
             self._place(proposal)
         if not math.isfinite(change):
-            self._take_back(proposal)
-            self.model_damping.value = damping
-            raise self._failure(objective, "after the update")
+            raise self._failure("after the update")
+        if worse and proposal is not bold:  # then λ was not the reason
+            proposal, self.model_damping.value = bold, damping
+            self._place(proposal)
+            change = objective.value() + self._penalty() - value
         self._adapt(change, proposal, value)
+
+    def _more_cautious(self, proposal: Proposal) -> Proposal | None:
+        """The same directions with more λ; ``None`` if that changes nothing."""
+        assert proposal.model is not None
+        if not self._raise_damping():
+            return None
+        coefficients = self._coefficients(proposal.model)
+        if coefficients == proposal.coefficients:
+            return None
+        return proposal._replace(coefficients=coefficients)
 
     def _adapt(self, change: float, proposal: Proposal, value: float) -> None:
         """Levenberg-Marquardt: λ by ρ, what the objective did over what the model said of it."""
-        assert proposal.model is not None
-        predicted = proposal.model.change(proposal.coefficients)
+        model = proposal.model
+        assert model is not None
+        predicted = model.change(proposal.coefficients)
         self._last["objective_change"] = change
-        # Where both are lost in the objective's own rounding, their ratio says nothing.
-        if abs(predicted) > 10 * proposal.model.precision * abs(value):
+        due = self.model_damping.is_due(self.preconditioner.steps + 1)
+        if abs(predicted) > proposal.rounding(value):
             self._last["reduction_ratio"] = change / predicted
-            if self.model_damping.is_due(self.preconditioner.steps + 1):
+            if due:
                 self.model_damping.adapt(change / predicted)
+        elif due and model.is_dominated_by(self.model_damping.value, proposal.coefficients):
+            # Both are lost in rounding, since λ leaves next to nothing of the step.
+            self.model_damping.adapt(1.0)
 
     # What the user sees
 
@@ -447,7 +493,7 @@ class KFAC(CurvatureOptimizer):
         alpha, *mu = proposal.coefficients
         model = proposal.model
         self._last = {
-            "lr": alpha * (1.0 if self.lr is None else self.lr),
+            "lr": alpha * (1.0 if self.lr is None else float(self.param_groups[0]["lr"])),
             "momentum": mu[0] if mu else 0.0,
             "model_damping": self.model_damping.value,
             "factor_damping": self.factor_damping.value,
@@ -473,19 +519,24 @@ class KFAC(CurvatureOptimizer):
         return {**super().state_dict(), "dampings": dampings}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        require_keys("optimizer state", state_dict, ("dampings",))
+        """Continue from a state dict; what is given here stays, whatever was given there."""
+        require_keys("optimizer state", state_dict, ("dampings", "param_groups"))
         saved = state_dict["dampings"]
         require_keys("state of the dampings", saved, DAMPINGS)
         for name in DAMPINGS:
             require_number(f"the state's {name}", saved[name])
-        super().load_state_dict(state_dict)
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for group in groups:
+            if self.lr is None:
+                group.pop("lr", None)
+            else:
+                group.setdefault("lr", self.lr)
+        super().load_state_dict({**state_dict, "param_groups": groups})
         for name in DAMPINGS:
-            damping: ModelDamping | FactorDamping = getattr(self, name)
-            if damping.adapts:
-                damping.value = saved[name]
+            getattr(self, name).resume_at(saved[name])
 
 
 def _products(vectors: Sequence[Tensor]) -> Tensor:
-    """(k, k), the inner products of k tensors of one shape."""
+    """(k, k), the inner products of k tensors of one shape, in float64 where there is such."""
     rows = torch.stack([vector.flatten() for vector in vectors])
-    return rows @ rows.mT
+    return (rows @ rows.mT).to(widest(rows.device))

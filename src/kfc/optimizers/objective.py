@@ -37,6 +37,7 @@ class Objective:
     def differentiate(self) -> Tensor | None:
         """The loss, after its backward; ``None`` if it or a gradient is not finite."""
         self._model.zero_grad(set_to_none=True)
+        torch.clear_autocast_cache()  # of casts of parameters that have moved
         with torch.enable_grad():
             loss = self._closure()
             self._check(loss)
@@ -64,6 +65,7 @@ class Objective:
 
     def value(self) -> float:
         """The loss at the parameters as they are now; nothing else changes."""
+        torch.clear_autocast_cache()
         with torch.no_grad(), suspended(), self._as_at_first():
             return float(self._closure())
 

@@ -27,6 +27,15 @@ class QuadraticModel:
     overlaps: Tensor
     precision: float
 
+    def is_finite(self) -> bool:
+        parts = (self.slopes, self.curvature, self.overlaps)
+        return all(bool(torch.isfinite(part).all()) for part in parts)
+
+    def is_dominated_by(self, damping: float, coefficients: Sequence[float]) -> bool:
+        """Whether λS outweighs A at these coefficients."""
+        c = self.slopes.new_tensor(coefficients)
+        return bool(damping * (c @ self.overlaps @ c) > c @ self.curvature @ c)
+
     def on(self, directions: Sequence[int]) -> QuadraticModel:
         """The model on some of the directions only."""
         chosen = torch.tensor(directions)
