@@ -10,16 +10,16 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 demo: $(VENV)/.demo
 	$(BIN)/kfc demo
 
-# Files of tests side by side; each test keeps to one thread.
+# Two tests side by side; each keeps to one thread.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 # In an environment of its own: the peers it compares with bring much along.
 test-slow: .venv-slow/.done
 	.venv-slow/bin/python -m pytest -q -m slow
 
 coverage: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --cov --cov-report=term-missing --cov-fail-under=95
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --cov --cov-report=term-missing --cov-fail-under=95
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

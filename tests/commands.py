@@ -3,22 +3,33 @@
 import os
 import subprocess
 import sys
+import tempfile
+from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import patch
 
 from typer.testing import CliRunner
 
 from kfc.cli import app
 
+# Text that is not broken at the edge of a terminal, and one thread.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1"}
+# Forks processes that have imported torch and the rest already, which takes seconds.
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload(["preloaded"])
 
-def environment(**more: str) -> dict[str, str]:
-    """One thread, and text that is not broken at the edge of a terminal."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1", **more}
+
+def kfc(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    """Run to the end, with what it printed."""
+    process = start_kfc(*arguments, cwd=cwd)
+    process.wait()
+    return process.completed()
 
 
-def kfc(
+def kfc_anew(
     *arguments: object, cwd: Path | None = None, program: str | None = None, **more: str
 ) -> subprocess.CompletedProcess:
-    """Run to the end, with what it printed.
+    """The same from the very start: ``python -m kfc``.
 
     Args:
         program: Python code to run instead of the command.
@@ -30,25 +41,63 @@ def kfc(
         capture_output=True,
         text=True,
         check=False,
-        env=environment(**more),
+        env={**os.environ, **ENVIRONMENT, **more},
         cwd=cwd,
         timeout=300,
     )
 
 
-def start_kfc(*arguments: object) -> subprocess.Popen:
+def start_kfc(*arguments: object, cwd: Path | None = None) -> "Command":
     """Start, and let it run."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "kfc", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-    )
+    return Command(list(map(str, arguments)), cwd or Path.cwd())
+
+
+class Command:
+    """A running command; what it prints goes into files."""
+
+    def __init__(self, arguments: list[str], cwd: Path) -> None:
+        self._arguments = arguments
+        self._output = Path(tempfile.mkdtemp(prefix="kfc-command-"))
+        # For the server, which starts with the first; it does not ask for our sys.path.
+        with patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parent)}):
+            self._process = FORKS.Process(target=_run, args=(arguments, cwd, self._output))
+            self._process.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.wait()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, timeout: float = 300) -> int:
+        self._process.join(timeout)
+        assert self._process.exitcode is not None, f"still running after {timeout} s"
+        return self._process.exitcode
+
+    def completed(self) -> subprocess.CompletedProcess:
+        texts = [(self._output / name).read_text() for name in ("stdout", "stderr")]
+        return subprocess.CompletedProcess(self._arguments, self.wait(), *texts)
+
+
+def _run(arguments: list[str], cwd: Path, output: Path) -> None:
+    """In the forked process."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT), number)
+    os.chdir(cwd)
+    sys.argv = ["kfc", *arguments]
+    app()
 
 
 def kfc_here(*arguments: object) -> subprocess.CompletedProcess:
-    """The command in this process, for what a process of its own would take seconds to refuse."""
+    """The command in this process, for what even a forked one would take too long to refuse."""
     result = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "200"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

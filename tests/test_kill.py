@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from commands import assert_clear_error, kfc, start_kfc
+from commands import assert_clear_error, kfc, kfc_anew, start_kfc
 from kfc.experiments.runs import read_record
 from test_training import assert_same_state, checkpoint
 
@@ -42,7 +42,7 @@ def wait_for(path, process, limit: float = 60.0):
     """Until the run has its folder; a process that ended before is no test."""
     start = time.monotonic()
     while not (path / "metrics.jsonl").exists():
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process.completed().stdout
         assert time.monotonic() - start < limit
         time.sleep(0.002)
 
@@ -61,11 +61,10 @@ def test_killed_at_ten_random_moments(tmp_path, whole):
             _wait_for_a_row(path, process)
         time.sleep(moments.uniform(0, 0.2))
         process.kill()
-        process.communicate()
         rows = read_record(path).progress
         updates.append(rows[-1]["update"] if rows else 0)
     assert max(updates) > 0, "no kill came after the beginning"
-    done = kfc("train", "--resume", path)
+    done = kfc_anew("train", "--resume", path)
     assert done.returncode == 0, done.stderr
     assert_same_run(path, whole)
 
@@ -83,7 +82,6 @@ def test_workers_do_not_hold_the_folder_of_a_killed_run(tmp_path, whole):
     wait_for(path, process)
     time.sleep(0.5)
     process.kill()
-    process.wait()
     done = kfc("train", "--resume", path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same_run(path, whole)
@@ -96,8 +94,10 @@ def test_an_interruption_ends_cleanly(tmp_path, whole, number):
     wait_for(path, process)
     time.sleep(0.3)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
+    process.wait(timeout=60)
+    done = process.completed()
+    output = done.stdout + done.stderr
+    assert done.returncode == 130, output
     assert f"kfc train --resume {path}" in output
     saved = checkpoint(path)["update"]
     assert saved == read_record(path).progress[-1]["update"], "no update was lost"
@@ -124,7 +124,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, whole):
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000));"
         "sys.argv = ['kfc', *sys.argv[1:]]; from kfc.cli import app; app()"
     )
-    done = kfc("train", "--resume", path, "--epochs", "2", program=program)
+    done = kfc_anew("train", "--resume", path, "--epochs", "2", program=program)
     assert_clear_error(done, 1, "cannot be written", "What was saved before is kept")
     assert len(done.stderr.strip().splitlines()) == 1, "one sentence, nothing of threads"
     assert (path / "checkpoint.pt").read_bytes() == saved

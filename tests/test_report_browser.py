@@ -183,8 +183,12 @@ def test_layers_of_either_run_and_printing(wide_page):
     wide_page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert max(wide_page.eval_on_selector_all(".plot", widths)) <= 680
     wide_page.evaluate("dispatchEvent(new Event('afterprint'))")
-    wide_page.wait_for_timeout(300)
-    assert wide_page.eval_on_selector_all(".plot", widths) == before
+    for _ in range(50):  # figures take their time, one after the other
+        after = wide_page.eval_on_selector_all(".plot", widths)
+        if after == before:
+            break
+        wide_page.wait_for_timeout(100)
+    assert after == before
 
 
 def test_a_run_that_has_just_begun(browser, tmp_path):
