@@ -110,7 +110,7 @@ def demo(
     epochs: Annotated[float | None, typer.Option(help="For each optimizer.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the weights and the order.")] = None,
 ) -> None:
-    """Train a small network on the embedded digits with SGD, Adam and KFC, side by side.
+    """Train a small network on the embedded digits with SGD, Adam, KFC and KFAC.
 
     Example: kfc demo --epochs 30 --out runs/longer
     """
