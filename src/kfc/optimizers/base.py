@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kfc.checks import moved, raise_differences, require_keys, require_number
 from kfc.kronecker import Factors
 from kfc.optimizers.averaging import has_average, swapped_in
+from kfc.optimizers.groups import build_groups
 from kfc.preconditioner import Preconditioner
 
 STATE_KEYS = ("state", "param_groups", "parameters", "preconditioner")
@@ -23,7 +24,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     Args:
         preconditioner: the curvature; closed if anything here fails.
-        param_groups: as :func:`kfc.optimizers.groups.build_groups` makes them.
+        defaults, groups, fallback_lr: see :func:`kfc.optimizers.groups.build_groups`.
     """
 
     # GradScaler then leaves scaled gradients and overflows to step(), which has to know of both.
@@ -32,12 +33,20 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         preconditioner: Preconditioner,
-        param_groups: list[dict[str, Any]],
         defaults: dict[str, Any],
+        groups: Sequence[Mapping[str, Any]] | None,
         averaging_timescale: float | None,
+        fallback_lr: float | None = None,
     ) -> None:
-        if averaging_timescale is not None:
-            require_number("averaging_timescale", averaging_timescale, positive=True)
+        try:
+            if averaging_timescale is not None:
+                require_number("averaging_timescale", averaging_timescale, positive=True)
+            param_groups = build_groups(
+                preconditioner.model, preconditioner.plan, groups, defaults, fallback_lr
+            )
+        except BaseException:
+            preconditioner.close()
+            raise
         self.preconditioner = preconditioner
         self.averaging_timescale = averaging_timescale
         self._options = tuple(defaults)

@@ -17,7 +17,7 @@ from kfc.likelihoods import Likelihood
 from kfc.optimizers.averaging import start_averages, update_averages
 from kfc.optimizers.base import CurvatureOptimizer, wide
 from kfc.optimizers.damping import FactorDamping, ModelDamping
-from kfc.optimizers.groups import build_groups, require_hyper_parameters
+from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.objective import Objective
 from kfc.optimizers.quadratic import QuadraticModel
 from kfc.periods import Period, is_due
@@ -143,12 +143,7 @@ class KFAC(CurvatureOptimizer):
             output=output,
             seed=seed,
         )
-        try:
-            param_groups = build_groups(model, preconditioner.plan, groups, defaults, None)
-            super().__init__(preconditioner, param_groups, defaults, averaging_timescale)
-        except BaseException:
-            preconditioner.close()
-            raise
+        super().__init__(preconditioner, defaults, groups, averaging_timescale)
         self.lr = lr
         self.momentum = momentum
         self.fisher_clip = fisher_clip

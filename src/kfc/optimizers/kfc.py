@@ -21,7 +21,7 @@ from kfc.likelihoods import Likelihood
 from kfc.optimizers.averaging import start_averages, update_averages
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.clipping import FisherClip
-from kfc.optimizers.groups import build_groups, require_hyper_parameters
+from kfc.optimizers.groups import require_hyper_parameters
 from kfc.periods import Period, require_period
 from kfc.preconditioner import InverseKind, Preconditioner
 
@@ -122,12 +122,7 @@ class KFC(CurvatureOptimizer):
             output=output,
             seed=seed,
         )
-        try:
-            param_groups = build_groups(model, preconditioner.plan, groups, defaults, fallback_lr)
-            super().__init__(preconditioner, param_groups, defaults, averaging_timescale)
-        except BaseException:
-            preconditioner.close()
-            raise
+        super().__init__(preconditioner, defaults, groups, averaging_timescale, fallback_lr)
         self.clip_fraction = clip_fraction
         self._clip = None if fisher_clip is None else FisherClip(fisher_clip, clip_period)
         preconditioner.norm_rate = 0.0 if self._clip is None else self._clip.lowest_rate
