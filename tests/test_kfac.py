@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import kfc
-from kfc.experiments.data import Inputs, load
+from kfc.experiments.config import make_config
+from kfc.experiments.data import DataError, Inputs, load
 from kfc.experiments.networks import build
+from kfc.experiments.runs import read_record
+from kfc.experiments.training import Trainer
 from kfc.optimizers.quadratic import QuadraticModel
 from reference import cross_entropy, exact_fisher, flat_parameters, squared_error
 
@@ -843,3 +846,33 @@ def test_a_deep_autoencoder_takes_a_fifth_of_the_updates_of_tuned_sgd_and_adam(s
         other = fresh()
         step = descent(other, kind(other.parameters(), lr=lr, **options))
         assert updates_to(goal, step, 5 * own) is None, (kind.__name__, lr)
+
+
+@pytest.mark.slow
+def test_rate_and_momentum_settle_on_cifar10(tmp_path):
+    """The paper's finding; and the rate is that to which KFC is tuned, 0.003 within a factor."""
+    torch.set_default_dtype(torch.float32)
+    try:
+        data = load("cifar10")
+    except DataError as error:
+        pytest.skip(str(error))
+    wishes = {"data": "cifar10", "init": "kaiming", "optimizer": "kfac", "batch_size": 512}
+    wishes |= {"updates": 60, "log_period": 1, "evaluation_examples": 500}
+    trainer = Trainer.start(tmp_path / "run", make_config(**wishes), data, name="run")
+    trainer.advance()
+    trainer.close()
+    rows = read_record(tmp_path / "run").progress
+    early, late = rows[:20], rows[20:]
+    assert rows[-1]["loss"] < 1.3
+    rates = sorted(row["lr"] for row in late)
+    middle = rates[len(rates) // 2]
+    assert 1e-3 < middle < 1e-2
+    # Nine of ten within a factor of three, while the first ones fall by more than that.
+    within = [rate for rate in rates if middle / 3 < rate < 3 * middle]
+    assert len(within) >= 0.9 * len(rates)
+    assert max(row["lr"] for row in early) > 3 * middle
+    momenta = sorted(row["momentum"] for row in late)
+    assert 0.1 < momenta[len(momenta) // 2] < 1
+    ratios = [row["reduction_ratio"] for row in late if row["reduction_ratio"] is not None]
+    assert ratios
+    assert all(0.5 < ratio < 1.5 for ratio in ratios)
