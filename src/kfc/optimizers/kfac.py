@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kfc.checks import require_keys, require_number, require_whole, widest
-from kfc.fisher import Output, products_of_call
+from kfc.checks import require_keys, require_number, require_whole
+from kfc.fisher import Output
 from kfc.gathering import FisherKind
 from kfc.layers.base import DEFAULT_MAX_FACTOR_SIZE
 from kfc.likelihoods import Likelihood
@@ -19,7 +19,7 @@ from kfc.optimizers.base import CurvatureOptimizer, wide
 from kfc.optimizers.damping import FactorDamping, ModelDamping
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.objective import Objective
-from kfc.optimizers.quadratic import QuadraticModel
+from kfc.optimizers.quadratic import QuadraticModel, fisher_products, inner_products
 from kfc.periods import Period, is_due
 from kfc.preconditioner import InverseKind, Preconditioner
 from kfc.session import without_autocast
@@ -334,33 +334,15 @@ class KFAC(CurvatureOptimizer):
         count = len(vectors)
         products, decay = (torch.zeros(count + 1, count + 1).double() for _ in range(2))
         with self.preconditioner.timed("model"):
-            fisher = self._fisher_products(vectors)
+            fisher = fisher_products(self.preconditioner.gathering, vectors)
             for group, parameters, names in self._by_group(gradient):
                 with without_autocast(parameters[0].device):
-                    own = [_products([gradient[n], *(v[n] for v in vectors)]) for n in names]
+                    own = [inner_products([gradient[n], *(v[n] for v in vectors)]) for n in names]
                 total = torch.stack(own).sum(0).cpu()
                 products += total
                 decay += float(group["weight_decay"]) * total
         precision = max(torch.finfo(value.dtype).eps for value in gradient.values())
         return QuadraticModel(products[0, 1:], fisher + decay[1:, 1:], products[1:, 1:], precision)
-
-    def _fisher_products(self, vectors: Sequence[Vector]) -> Tensor:
-        """vᵢᵀ F vⱼ with the exact F of all forward passes of the step; float64, on the CPU."""
-        gathering = self.preconditioner.gathering
-        if not gathering.calls:
-            raise RuntimeError(
-                "the closure did not run the model in training mode: call model.train(), and the "
-                "model itself rather than its parts"
-            )
-        examples = sum(count for _, count in gathering.calls)
-        total = torch.zeros(len(vectors), len(vectors)).double()
-        for call, count in gathering.calls:
-            products = products_of_call(
-                self.model, call, vectors, gathering.likelihood, gathering.output
-            )
-            share = gathering.likelihood.growth(count, examples) * count / examples
-            total += share * products.cpu().double()
-        return 0.5 * (total + total.mT)
 
     def _coefficients(self, model: QuadraticModel) -> list[float]:
         """α and μ: given, or those that minimise the damped model; α no larger than the clip lets.
@@ -529,9 +511,3 @@ class KFAC(CurvatureOptimizer):
         super().load_state_dict({**state_dict, "param_groups": groups})
         for name in DAMPINGS:
             getattr(self, name).resume_at(saved[name])
-
-
-def _products(vectors: Sequence[Tensor]) -> Tensor:
-    """(k, k), the inner products of k tensors of one shape, in float64 where there is such."""
-    rows = torch.stack([vector.flatten() for vector in vectors])
-    return (rows @ rows.mT).to(widest(rows.device))

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kfc.checks import widest
+from kfc.fisher import products_of_call
+from kfc.gathering import Gathering
+
 
 @dataclass(frozen=True)
 class QuadraticModel:
@@ -84,3 +88,27 @@ def _pseudo_solve(matrix: Tensor, right: Tensor, smallest: float) -> Tensor:
     kept = values > smallest
     solution: Tensor = basis[:, kept] @ ((basis[:, kept].mT @ right) / values[kept])
     return solution
+
+
+def fisher_products(gathering: Gathering, vectors: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """(k, k): vᵢᵀ F vⱼ with the exact F of all forward passes of a step; float64, on the CPU."""
+    if not gathering.calls:
+        raise RuntimeError(
+            "the closure did not run the model in training mode: call model.train(), and the "
+            "model itself rather than its parts"
+        )
+    examples = sum(count for _, count in gathering.calls)
+    total = torch.zeros(len(vectors), len(vectors)).double()
+    for call, count in gathering.calls:
+        products = products_of_call(
+            gathering.model, call, vectors, gathering.likelihood, gathering.output
+        )
+        share = gathering.likelihood.growth(count, examples) * count / examples
+        total += share * products.cpu().double()
+    return 0.5 * (total + total.mT)
+
+
+def inner_products(vectors: Sequence[Tensor]) -> Tensor:
+    """(k, k), of k tensors of one shape; float64 where the device has such."""
+    rows = torch.stack([vector.flatten() for vector in vectors])
+    return (rows @ rows.mT).to(widest(rows.device))
