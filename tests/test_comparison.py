@@ -10,6 +10,7 @@ from kfc.experiments.comparison import (
     preset_names,
     read_comparison,
     read_specification,
+    with_wishes,
     write_specification,
 )
 from kfc.experiments.config import ConfigError
@@ -212,6 +213,38 @@ def test_an_interrupted_comparison_goes_on_to_the_same_end(digits, tmp_path):
             assert mine_last[key] == theirs_last[key]
 
 
+def test_a_longer_comparison_goes_on_as_if_it_had_always_been_longer(digits, tmp_path):
+    methods = {
+        "SGD": {"optimizer": "sgd", "lr": [1e-7, 0.05], "epochs": 3},
+        "KFC": {"optimizer": "kfc"},
+        "wild": {"optimizer": "sgd", "lr": 1e25},
+    }
+    short = small(methods=methods, tuning_seconds=1e-3)
+    run(short, tmp_path / "parts", digits)
+    longer = with_wishes(short, {"epochs": 5.0})
+    grown = {
+        record.path.name: record for record in run(longer, tmp_path / "parts", digits).records()
+    }
+    assert grown["sgd-lr1e-07"].end["reason"] == "not chosen"
+    assert grown["wild-lr1e+25"].end["reason"] == "diverged"
+    whole = run(longer, tmp_path / "whole", digits).records()
+    for record in (r for r in whole if r.end["reason"] == "epochs"):
+        mine = grown[record.path.name]
+        assert mine.end["epoch"] == record.end["epoch"] == 5
+        assert mine.config == record.config
+        assert mine.evaluations[-1]["train_loss"] == record.evaluations[-1]["train_loss"]
+
+
+def test_a_run_that_is_further_than_its_comparison_stays(digits, tmp_path):
+    comparison = small()
+    run(comparison, tmp_path, digits)
+    before = [record.evaluations for record in run(comparison, tmp_path, digits).records()]
+    shorter = with_wishes(comparison, {"epochs": 1.0})
+    after = run(shorter, tmp_path, digits).records()
+    assert [record.evaluations for record in after] == before
+    assert all(record.config.epochs == 3 for record in after)
+
+
 def test_a_comparison_is_what_was_written(tmp_path):
     comparison = small(train_errors=[5.0])
     write_specification(tmp_path / "new", comparison)
@@ -255,6 +288,10 @@ def test_compare_ends_with_tables_and_a_page(tmp_path):
     again = kfc("compare", "--resume", "result", cwd=tmp_path)
     assert again.returncode == 0, "a finished comparison can be shown again"
     assert "20% training error" in again.stdout
+    longer = kfc("compare", "--resume", "result", "--epochs", "3", cwd=tmp_path)
+    assert longer.returncode == 0, longer.stdout + longer.stderr
+    assert read_record(tmp_path / "result" / "kfc-lr0.003").end["epoch"] == 3
+    assert read_specification(tmp_path / "result").settings["epochs"] == 3
 
 
 def test_wrong_arguments_of_compare(tmp_path, monkeypatch):
@@ -276,6 +313,7 @@ def test_wrong_arguments_of_compare(tmp_path, monkeypatch):
         (["mine.toml", "--out", "there"], 1, "never overwritten"),
         (["--resume", "there"], 1, "not the folder of a comparison"),
         (["mine.toml", "--resume", "there"], 2, "keeps its settings"),
+        (["--resume", "there", "--seed", "2"], 2, "only the runs' length"),
     ]:
         assert_clear_error(kfc_here("compare", *arguments), code, words)
     assert not (tmp_path / "new").exists()

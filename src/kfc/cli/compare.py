@@ -25,12 +25,13 @@ from kfc.cli.screen import (
     say,
     state_of,
 )
-from kfc.cli.train import part_of_the_way
 from kfc.experiments.comparison import (
     Comparison,
     preset_names,
     read_comparison,
     read_specification,
+    replace_specification,
+    with_wishes,
     write_specification,
 )
 from kfc.experiments.contest import Contender, Contest
@@ -51,7 +52,8 @@ def compare(
     ] = False,
     out: Annotated[Path | None, typer.Option(help="The folder; it must not exist.")] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with a comparison that was interrupted.")
+        Path | None,
+        typer.Option(help="Go on with a comparison, for longer if --epochs or --time says so."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Instead of the preset's.")] = None,
@@ -77,6 +79,8 @@ def compare(
       kfc compare mine.toml --out runs/mine
 
       kfc compare --resume runs/mine
+
+      kfc compare --resume runs/mine --time 20m
     """
     wishes = {
         "seed": seed,
@@ -89,11 +93,14 @@ def compare(
     with clear_errors():
         if resume is not None:
             given = [name for name, value in wishes.items() if value is not None]
-            if what is not None or quick or out is not None or given:
+            foreign = [name for name in given if name not in ("epochs", "seconds")]
+            if what is not None or quick or out is not None or foreign:
                 raise typer.BadParameter(
-                    "a resumed comparison keeps its settings", param_hint="--resume"
+                    "a resumed comparison keeps its settings; only the runs' length can be "
+                    "changed: --epochs, --time",
+                    param_hint="--resume",
                 )
-            run_contest(read_specification(resume), resume, data_dir, new=False)
+            resume_contest(resume, wishes, data_dir)
             return
         if what is None:
             raise typer.BadParameter(
@@ -125,6 +132,15 @@ def start_contest(
     name = Path(what).stem + ("-quick" if quick else "")
     folder = out or free_path(Path("runs") / name)
     run_contest(comparison, folder, data_dir, new=True)
+
+
+def resume_contest(folder: Path, wishes: Mapping[str, Any], data_dir: Path | None) -> None:
+    """From where it was interrupted; with another length of the runs also from its end."""
+    comparison = read_specification(folder)
+    longer = with_wishes(comparison, wishes)
+    if longer != comparison:
+        replace_specification(folder, longer)
+    run_contest(longer, folder, data_dir, new=False)
 
 
 def run_contest(comparison: Comparison, folder: Path, data_dir: Path | None, *, new: bool) -> None:
@@ -174,7 +190,7 @@ class _Display:
             name = escape(label(contender))
             task = self._progress.add_task(name, total=1.0, state=end["reason"] if end else "")
             if end:
-                self._progress.update(task, completed=part_of_the_way(contender.config, end))
+                self._progress.update(task, completed=contender.config.part_of_the_way(end))
             self._tasks[contender] = task
 
     def __call__(self, contender: Contender, row: Row) -> None:
@@ -189,7 +205,7 @@ class _Display:
             self._progress.update(task, state=row["reason"])
             if row["reason"] == "diverged":
                 say(f"{label(contender)} diverged: {row['message']}")
-        self._progress.update(task, completed=part_of_the_way(contender.config, row))
+        self._progress.update(task, completed=contender.config.part_of_the_way(row))
 
 
 def label(contender: Contender) -> str:

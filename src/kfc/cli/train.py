@@ -170,7 +170,7 @@ def _refuse_settings(given: list[str]) -> None:
 
 def _refuse_passed_limits(path: Path, config: RunConfig) -> None:
     rows = read_record(path).evaluations
-    if rows and part_of_the_way(config, rows[-1]) > 1:
+    if rows and config.part_of_the_way(rows[-1]) > 1:
         here = f"epoch {rows[-1]['epoch']:.4g}, update {rows[-1]['update']}"
         raise RunError(f"{path} is further already: at {here}, {rows[-1]['seconds']:.1f} s")
 
@@ -219,17 +219,7 @@ class _Display:
             say(evaluation_line(row))
         elif row["kind"] == "progress":
             self._progress.update(self._task, state=state_of(row, self._evaluation))
-        self._progress.update(self._task, completed=part_of_the_way(self._config, row))
-
-
-def part_of_the_way(config: RunConfig, row: Row) -> float:
-    """To its nearest end; above 1 beyond it."""
-    parts = [
-        row["epoch"] / config.epochs if config.epochs else 0.0,
-        row["update"] / config.updates if config.updates else 0.0,
-        row["seconds"] / config.seconds if config.seconds else 0.0,
-    ]
-    return float(max(parts))
+        self._progress.update(self._task, completed=self._config.part_of_the_way(row))
 
 
 def _say_how_it_ended(trainer: Trainer, path: Path) -> None:

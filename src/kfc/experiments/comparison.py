@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from kfc.checks import require_number
 from kfc.experiments.config import LIMITS, ConfigError, RunConfig, make_config
 from kfc.experiments.optimizers import is_installed
-from kfc.experiments.runs import RunError, create_folder
+from kfc.experiments.runs import RunError, clear_disk_errors, create_folder, write_json
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -106,16 +106,21 @@ def read_comparison(name: str, *, quick: bool, wishes: Mapping[str, Any]) -> Com
             raise ConfigError(f"{name}: quick must be a table: [quick]")
         content = _merged(content, changes)
     comparison = make_comparison(content)
+    methods = {name: own for name, own in comparison.methods.items() if not _is_missing(own)}
+    if not methods:
+        raise ConfigError(f"{name}: none of its methods is installed")
+    return with_wishes(replace(comparison, methods=methods), wishes)
+
+
+def with_wishes(comparison: Comparison, wishes: Mapping[str, Any]) -> Comparison:
+    """With settings that go before all others; ``None`` is no wish."""
     given = {key: value for key, value in wishes.items() if value is not None}
     # Where one end is given, it is the only one.
     replaced = {*given, *(LIMITS if given.keys() & set(LIMITS) else ())}
     methods = {
         name: {key: value for key, value in own.items() if key not in replaced}
         for name, own in comparison.methods.items()
-        if not _is_missing(own)
     }
-    if not methods:
-        raise ConfigError(f"{name}: none of its methods is installed")
     kept = {key: value for key, value in comparison.settings.items() if key not in replaced}
     settings = {**kept, **given}
     return make_comparison({**asdict(comparison), "methods": methods, "settings": settings})
@@ -199,6 +204,12 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 def write_specification(folder: Path, comparison: Comparison) -> None:
     """In a new folder, which must not exist, for :func:`read_specification`."""
     create_folder(folder, SPECIFICATION, asdict(comparison))
+
+
+def replace_specification(folder: Path, comparison: Comparison) -> None:
+    """That of a comparison which is there; all or nothing."""
+    with clear_disk_errors(folder):
+        write_json(folder / SPECIFICATION, asdict(comparison))
 
 
 def read_specification(folder: Path) -> Comparison:

@@ -82,6 +82,15 @@ class RunConfig:
         _check(config)
         return config
 
+    def part_of_the_way(self, row: Mapping[str, Any]) -> float:
+        """How far a row of metrics is to the nearest end; above 1 beyond it."""
+        parts = [
+            row["epoch"] / self.epochs if self.epochs else 0.0,
+            row["update"] / self.updates if self.updates else 0.0,
+            row["seconds"] / self.seconds if self.seconds else 0.0,
+        ]
+        return float(max(parts))
+
 
 DEFAULTS: dict[str, Any] = {
     "net": None,

@@ -12,7 +12,7 @@ from kfc.experiments.data import Dataset
 from kfc.experiments.networks import NetworkError
 from kfc.experiments.parts import Parts
 from kfc.experiments.runs import Record, RunFolder, read_record
-from kfc.experiments.training import Row, Trainer
+from kfc.experiments.training import LIMIT_REASONS, Row, Trainer
 
 
 class Contender:
@@ -25,13 +25,23 @@ class Contender:
         self.trainer: Trainer | None = None
 
     def start(self, data: Dataset, on_row: Callable[[Row], None]) -> None:
-        """Begin, or go on; a run that has ended stays as it is."""
+        """Begin, or go on; a run that has ended stays as it is, unless its limits were moved."""
         if not self.path.exists():
             self.trainer = Trainer.start(
                 self.path, self.config, data, name=self.method, on_row=on_row
             )
-        elif self.record().end is None:
-            self.trainer = Trainer.resume(RunFolder.open(self.path), data, on_row=on_row)
+        elif not self._is_over():
+            folder = RunFolder.open(self.path)
+            limits = self.config.epochs, self.config.updates, self.config.seconds
+            if folder.config != (config := folder.config.with_limits(*limits)):
+                folder.set_config(config)
+            self.trainer = Trainer.resume(folder, data, on_row=on_row)
+
+    def _is_over(self) -> bool:
+        end = self.record().end
+        if end is None:
+            return False
+        return end["reason"] not in LIMIT_REASONS or self.config.part_of_the_way(end) >= 1
 
     def record(self) -> Record:
         return read_record(self.path)

@@ -30,6 +30,7 @@ from kfc.randomness import (
 )
 
 Row = dict[str, Any]
+LIMIT_REASONS = ("epochs", "updates", "time")  # why a run ended that came to its configured end
 
 
 class Trainer:
@@ -230,7 +231,7 @@ class Trainer:
             "updates": config.updates is not None and self.update >= config.updates,
             "time": config.seconds is not None and self.seconds >= config.seconds,
         }
-        return next((reason for reason, is_so in reached.items() if is_so), None)
+        return next((reason for reason in LIMIT_REASONS if reached[reason]), None)
 
     def finish(self, reason: str) -> None:
         """End the run before its limits, with what it has."""
