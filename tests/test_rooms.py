@@ -23,6 +23,7 @@ ROOMS = [
     "spectral",
     "correlation",
     "patches",
+    "stationary",
     "kronecker",
     "layers",
     "session",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,6 +48,19 @@ class KroneckerHandler(Handler):
     @abstractmethod
     def derivative_rows(self, derivatives: Tensor) -> Tensor:
         """(groups, rows, I): the derivatives with respect to each output location."""
+
+    def pixel_rows(self, inputs: Tensor) -> Tensor:
+        """(groups, pixels, J): the activations at each location of the inputs."""
+        return self.derivative_rows(inputs)  # inputs lie in memory as outputs do
+
+    def offset_counts(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """Σ over a call's rows of the boundary counts β, (1 + |D|, 1 + |D|).
+
+        How many rows see a pixel at both of two offsets of the kernel: see ``kfc.stationary``. By
+        default there is one offset, which always sees one.
+        """
+        rows = self.derivative_rows(outputs).shape[1]
+        return inputs.new_full((2, 2), rows, dtype=self.dtype)
 
     @abstractmethod
     def weight_to_matrix(self, weight: Tensor) -> Tensor:
@@ -219,6 +233,17 @@ class ConvolutionHandler(KroneckerHandler):
     def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
         return window_moment(source, self.window(), homogeneous=homogeneous, diagonal=diagonal)
 
+    def offset_counts(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """By counting: the second moment of the patches of a map of ones."""
+        maps = self.with_batch(inputs)
+        ones = maps.new_ones(1, 1, *maps.shape[2:], dtype=self.dtype)
+        source, window = self.row_source(ones, outputs), replace(self.window(), groups=1)
+        counts = window_moment(source, window, homogeneous=True, diagonal=False).squeeze(0)
+        return len(maps) * self._in_kernel_order(counts)
+
+    def _in_kernel_order(self, counts: Tensor) -> Tensor:
+        return counts
+
     def derivative_rows(self, derivatives: Tensor) -> Tensor:
         # (M, groups · I, *T) -> (groups, M · |T|, I)
         maps = self.with_batch(derivatives)
@@ -271,11 +296,15 @@ class TransposedConvolutionHandler(ConvolutionHandler):
     def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
         total = super().activation_moment(source, homogeneous=homogeneous, diagonal=diagonal)
         # A transposed convolution reads its kernel backwards.
-        order = self._reversed_offsets(homogeneous, total.device)
+        maps = self.module.in_channels // self.groups
+        order = self._reversed_offsets(maps, homogeneous=homogeneous, device=total.device)
         return total[:, order] if diagonal else total[:, order][:, :, order]
 
-    def _reversed_offsets(self, homogeneous: bool, device: torch.device) -> Tensor:
-        maps = self.module.in_channels // self.groups
+    def _in_kernel_order(self, counts: Tensor) -> Tensor:
+        order = self._reversed_offsets(1, homogeneous=True, device=counts.device)
+        return counts[order][:, order]
+
+    def _reversed_offsets(self, maps: int, *, homogeneous: bool, device: torch.device) -> Tensor:
         index = torch.arange(maps * self.weight[0, 0].numel(), device=device)
         index = index.reshape(maps, -1).flip(1).flatten()
         return F.pad(index + 1, (1, 0)) if homogeneous else index
