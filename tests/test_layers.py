@@ -8,6 +8,7 @@ from torch import nn
 
 import kfc
 from kfc.layers.normalisation import invert_blocks
+from kfc.layers.registry import handler_for
 from reference import (
     activation_factor,
     cross_entropy,
@@ -54,6 +55,22 @@ def check_factors(layer: nn.Module, inputs: torch.Tensor) -> None:
         activation, derivative = activation[0], derivative[0]
     torch.testing.assert_close(factors.activation, activation, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(factors.derivative, derivative, rtol=1e-9, atol=1e-10)
+    check_example_gradients(layer, inputs)
+
+
+def check_example_gradients(layer: nn.Module, inputs: torch.Tensor) -> None:
+    """Against a backward pass for each example."""
+    handler, outputs = handler_for(layer), layer(inputs)
+    derivatives = torch.randn_like(outputs)
+    source = handler.row_source(inputs, outputs)
+    gradients = handler.example_gradients(source, derivatives, len(inputs))
+    for example, gradient in enumerate(gradients):
+        layer.zero_grad()
+        (outputs[example] * derivatives[example]).sum().backward(retain_graph=True)
+        parts = [handler.weight_to_matrix(layer.weight.grad)]
+        if layer.bias is not None:
+            parts.insert(0, layer.bias.grad.reshape(handler.groups, -1, 1))
+        torch.testing.assert_close(gradient, torch.cat(parts, dim=2), rtol=1e-9, atol=1e-10)
 
 
 @settings(max_examples=50)

@@ -90,7 +90,7 @@ def test_the_factor_of_constant_maps(make, groups):
     expected = handler.activation_moment(
         handler.row_source(inputs, outputs), homogeneous=True, diagonal=False
     )
-    rows = handler.pixel_rows(inputs)
+    rows = handler.pixel_rows(inputs, outputs)
     rows = torch.cat([torch.ones_like(rows[:, :, :1]), rows], dim=2)
     pixel_moment = rows.mT @ rows / rows.shape[1]
     assert_close(

@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from kfc.kronecker import INVERSES, Factors, KroneckerInverse, factor_balance, trace
 from kfc.layers.base import Handler, Inverse, Moment, Statistics
-from kfc.patches import Window, row_moment, window_moment
+from kfc.patches import Window, patch_chunks, row_moment, window_moment
 
 
 class KroneckerHandler(Handler):
@@ -45,13 +45,43 @@ class KroneckerHandler(Handler):
         ``kfc.patches.row_moment`` does both.
         """
 
+    def activation_rows(self, source: Tensor) -> Tensor:
+        """(groups, rows, J|D|): what each output location sees.
+
+        ``activation_moment`` usually has a cheaper way; this is for gradients of single examples.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say what its rows are, which gradients of single "
+            "examples need: give it activation_rows"
+        )
+
     @abstractmethod
     def derivative_rows(self, derivatives: Tensor) -> Tensor:
         """(groups, rows, I): the derivatives with respect to each output location."""
 
-    def pixel_rows(self, inputs: Tensor) -> Tensor:
-        """(groups, pixels, J): the activations at each location of the inputs."""
-        return self.derivative_rows(inputs)  # inputs lie in memory as outputs do
+    def example_gradients(self, source: Tensor, derivatives: Tensor, examples: int) -> Tensor:
+        """(examples, groups, I, n): Σ_t Ds_t (1, a_t) of each example, for the trained parameters.
+
+        Args:
+            source: what ``row_source`` made of a call's inputs; its rows lie example by example.
+            derivatives: with respect to the call's outputs.
+        """
+        trained = self.trained()
+        columns = self.derivative_rows(derivatives.to(self.dtype))
+        # (groups, examples · locations, I) -> (examples, groups, locations, I)
+        columns = columns.unflatten(1, (examples, -1)).transpose(0, 1)
+        parts = [columns.sum(2).unsqueeze(-1)] if "bias" in trained else []
+        if "weight" in trained:
+            rows = self.activation_rows(source.to(self.dtype)).unflatten(1, (examples, -1))
+            parts.append(columns.mT @ rows.transpose(0, 1))
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+    def pixel_rows(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """(groups, pixels, J): the activations at each location of the inputs.
+
+        By default each output location sees a single pixel.
+        """
+        return self.activation_rows(self.row_source(inputs, outputs))
 
     def offset_counts(self, inputs: Tensor, outputs: Tensor) -> Tensor:
         """Σ over a call's rows of the boundary counts β, (1 + |D|, 1 + |D|).
@@ -188,8 +218,11 @@ class _KroneckerStatistics(Statistics):
 class LinearHandler(KroneckerHandler):
     """``nn.Linear``: all dimensions between the first and the last count as locations."""
 
+    def activation_rows(self, source: Tensor) -> Tensor:
+        return source.reshape(1, -1, source.shape[-1])
+
     def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
-        rows = source.reshape(1, -1, source.shape[-1])
+        rows = self.activation_rows(source)
         return row_moment(rows, homogeneous=homogeneous, diagonal=diagonal)
 
     def derivative_rows(self, derivatives: Tensor) -> Tensor:
@@ -232,6 +265,12 @@ class ConvolutionHandler(KroneckerHandler):
 
     def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
         return window_moment(source, self.window(), homogeneous=homogeneous, diagonal=diagonal)
+
+    def activation_rows(self, source: Tensor) -> Tensor:
+        return torch.cat(list(patch_chunks(source, self.window())), dim=1)
+
+    def pixel_rows(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        return self.derivative_rows(inputs)  # inputs lie in memory as outputs do
 
     def offset_counts(self, inputs: Tensor, outputs: Tensor) -> Tensor:
         """By counting: the second moment of the patches of a map of ones."""
@@ -299,6 +338,11 @@ class TransposedConvolutionHandler(ConvolutionHandler):
         maps = self.module.in_channels // self.groups
         order = self._reversed_offsets(maps, homogeneous=homogeneous, device=total.device)
         return total[:, order] if diagonal else total[:, order][:, :, order]
+
+    def activation_rows(self, source: Tensor) -> Tensor:
+        maps = self.module.in_channels // self.groups
+        order = self._reversed_offsets(maps, homogeneous=False, device=source.device)
+        return super().activation_rows(source)[:, :, order]
 
     def _in_kernel_order(self, counts: Tensor) -> Tensor:
         order = self._reversed_offsets(1, homogeneous=True, device=counts.device)
