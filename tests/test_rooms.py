@@ -33,6 +33,7 @@ ROOMS = [
     "gathering",
     "description",
     "preconditioner",
+    "analysis",
     "optimizers",
     "experiments",
     "report",

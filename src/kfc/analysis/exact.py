@@ -1,0 +1,249 @@
+"""Blocks that are second moments of the layer's gradients: the exact one, and Lemma 1's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfc.analysis.blocks import DEFAULT_MAX_GIB, GIB, Block, reciprocal
+from kfc.analysis.recording import LayerRecord, record_layer
+from kfc.checks import require_number, widest
+from kfc.fisher import Output
+from kfc.likelihoods import Likelihood
+
+
+def exact_block(
+    model: nn.Module,
+    inputs: Any,
+    layer: str,
+    *,
+    likelihood: str | Likelihood = "categorical",
+    samples: int | None = None,
+    output: Output | None = None,
+    seed: int = 0,
+    max_gib: float = DEFAULT_MAX_GIB,
+) -> ExactBlock:
+    """The exact Fisher block of one layer on one batch (eqn 18).
+
+    Args:
+        model: in the mode it is to be analysed in (usually after ``model.eval()``).
+        inputs: one batch: a tensor, a tuple of arguments, or a dict of them.
+        layer: its name in ``model.named_modules()``; linear or convolutional.
+        likelihood: what the outputs parametrise; see :class:`kfc.Likelihood`.
+        samples: how many targets to draw for every example; ``None`` enumerates them, exactly.
+        output: picks the tensor of outputs from what the model returns.
+        seed: of the drawn targets.
+        max_gib: memory for the gradients of single examples. Past it products are computed from
+            activations and derivatives, and systems solved by conjugate gradients.
+    """
+    record = record_layer(
+        model,
+        inputs,
+        layer,
+        likelihood=likelihood,
+        samples=samples,
+        output=output,
+        seed=seed,
+    )
+    return ExactBlock(record, max_gib)
+
+
+class ExactBlock(Block):
+    """E[vec G vec Gᵀ] over the gradients G of single examples and draws.
+
+    With N = draws · examples gradients as the rows of X, divided by the root of the number of
+    examples, the block is XᵀX. Whatever is needed of its spectrum comes from the smaller of XᵀX
+    and XXᵀ, if that fits into ``max_gib``.
+    """
+
+    def __init__(self, record: LayerRecord, max_gib: float = DEFAULT_MAX_GIB) -> None:
+        require_number("max_gib", max_gib, positive=True)
+        super().__init__(record.shape, torch.empty(0, dtype=record.dtype, device=record.device))
+        self.record = record
+        self.max_gib = max_gib
+        self.rows = record.draws * record.examples
+        self._kept: Tensor | None = None
+        self._decomposition: tuple[Tensor, Tensor] | None = None
+
+    # Products
+
+    def coefficients(self, vector: Tensor) -> Tensor:
+        """X v, (..., draws · examples)."""
+        if self._keeps_gradients():
+            return vector.flatten(-3) @ self._gradients().mT
+        flat = vector.reshape(-1, *self.shape)
+        found = [self._coefficients_of_one(one) for one in flat]
+        return torch.stack(found).reshape(*vector.shape[:-3], self.rows)
+
+    def combination(self, coefficients: Tensor) -> Tensor:
+        """Xᵀ c, (..., groups, I, n)."""
+        if self._keeps_gradients():
+            found: Tensor = (coefficients @ self._gradients()).unflatten(-1, self.shape)
+            return found
+        flat = coefficients.reshape(-1, self.rows)
+        each = [self._combination_of_one(one) for one in flat]
+        return torch.stack(each).reshape(*coefficients.shape[:-1], *self.shape)
+
+    def product(self, vector: Tensor) -> Tensor:
+        return self.combination(self.coefficients(vector))
+
+    def _coefficients_of_one(self, vector: Tensor) -> Tensor:
+        """⟨G, V⟩ = Σ_t Ds_t · V a_t, without the gradients."""
+        parts = [
+            (derivatives * (activations @ vector.mT)).sum((-3, -2, -1))
+            for _, activations, derivatives in self.record.row_chunks()
+        ]
+        return torch.cat(parts, dim=1).flatten() / math.sqrt(self.record.examples)
+
+    def _combination_of_one(self, coefficients: Tensor) -> Tensor:
+        """Σ c G = Σ_t (Σ c Ds_t) a_t, without the gradients."""
+        weights = coefficients.unflatten(0, (self.record.draws, self.record.examples))
+        total = coefficients.new_zeros(self.shape)
+        for part, activations, derivatives in self.record.row_chunks():
+            scaled = torch.einsum("rm,rm...->m...", weights[:, part], derivatives)
+            total += (scaled.mT @ activations).sum(0)
+        return total / math.sqrt(self.record.examples)
+
+    def _keeps_gradients(self) -> bool:
+        return self.rows * self.size * self.like.element_size() <= self.max_gib * GIB
+
+    def _gradients(self) -> Tensor:
+        """X, (draws · examples, size); a row is G.flatten()."""
+        if self._kept is None:
+            kept = self.like.new_empty(self.record.draws, self.record.examples, self.size)
+            for part, gradients in self.record.gradient_chunks():
+                kept[:, part] = gradients.flatten(2)
+            self._kept = kept.div_(math.sqrt(self.record.examples)).flatten(0, 1)
+        return self._kept
+
+    # What follows from them
+
+    def trace(self) -> float:
+        return float(self.diagonal().sum())
+
+    def diagonal(self) -> Tensor:
+        """(groups, I, n)"""
+        total = self.like.new_zeros(self.shape)
+        for _, gradients in self.record.gradient_chunks():
+            total += gradients.square().sum((0, 1))
+        return total / self.record.examples
+
+    def dense(self) -> Tensor:
+        total = self.like.new_zeros(self.size, self.size)
+        for _, gradients in self.record.gradient_chunks():
+            rows = gradients.mT.flatten(2).flatten(0, 1)
+            total.addmm_(rows.mT, rows)
+        return total / self.record.examples
+
+    def spectrum(self) -> Tensor | None:
+        return None if not self.is_decomposable() else self._eigen()[0].clamp(min=0).flip(0)
+
+    def solve(self, vector: Tensor, damping: float) -> Tensor:
+        if not self.is_decomposable():
+            return self._solve_by_products(vector, damping)
+        values, basis = self._eigen()
+        if self._is_tall():
+            rotated = vector.mT.flatten(-3).to(basis) @ basis
+            solution = (rotated * reciprocal(values, damping)) @ basis.mT
+            return self._from_order_of_dense(solution).to(vector)
+        require_number("damping", damping, positive=True)
+        # (XᵀX + δ)⁻¹ v = (v - Xᵀ (XXᵀ + δ)⁻¹ X v) / δ
+        inner = self.coefficients(vector).to(basis) @ basis
+        inner = (inner * reciprocal(values, damping)) @ basis.mT
+        return (vector - self.combination(inner.to(vector))) / damping
+
+    def top_eigenvectors(self, count: int) -> tuple[Tensor, Tensor]:
+        """The largest eigenvalues, descending, and their vectors (count, groups, I, n)."""
+        values, basis = self._eigen()
+        count = min(count, int((values > 1e-10 * values[-1]).sum()))
+        if count == 0:
+            return values[:0], self.like.new_zeros(0, *self.shape)
+        values, basis = values[-count:].flip(0), basis[:, -count:].flip(1)
+        if self._is_tall():
+            return values, self._from_order_of_dense(basis.mT).to(self.like)
+        vectors = self.combination(basis.mT.to(self.like))
+        return values, vectors / values.sqrt().to(vectors).reshape(-1, 1, 1, 1)
+
+    def is_decomposable(self) -> bool:
+        """Whether the smaller of XᵀX and XXᵀ fits into memory, and X too if that is XXᵀ."""
+        # With as much again for the decomposition, in double precision.
+        small = 16 * min(self.rows, self.size) ** 2 <= self.max_gib * GIB
+        return small and (self._is_tall() or self._keeps_gradients())
+
+    def _is_tall(self) -> bool:
+        return self.size <= self.rows
+
+    def _eigen(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues, ascending, and vectors of the smaller of XᵀX and XXᵀ."""
+        if self._decomposition is None:
+            wide = widest(self.record.device)
+            if self._is_tall():
+                small = self.dense().to(wide)
+            else:
+                small = self.like.new_zeros(self.rows, self.rows, dtype=wide)
+                for columns in self._gradients().split(1 << 12, dim=1):
+                    columns = columns.to(wide)
+                    small.addmm_(columns, columns.mT)
+            self._decomposition = tuple(torch.linalg.eigh(small))
+        return self._decomposition
+
+    def _from_order_of_dense(self, flat: Tensor) -> Tensor:
+        groups, rows, columns = self.shape
+        transposed: Tensor = flat.unflatten(-1, (groups, columns, rows))
+        return transposed.mT
+
+
+class IndependentBlock(Block):
+    """Lemma 1: activations and derivatives as if they were independent (IAD), and no more.
+
+    Σ_t Σ_t′ E[a_t a_t′ᵀ] ⊗ E[Ds_t Ds_t′ᵀ]: the second moment of the gradients that arise when the
+    activations of any example meet the derivatives of any other.
+    """
+
+    def __init__(self, record: LayerRecord) -> None:
+        super().__init__(record.shape, torch.empty(0, dtype=record.dtype, device=record.device))
+        self.record = record
+        # (draws · examples, groups · |T| · I)
+        whole = slice(0, record.examples)
+        self._derivatives = record.derivative_rows(whole).flatten(0, 1).flatten(1)
+
+    def product(self, vector: Tensor) -> Tensor:
+        flat = vector.reshape(-1, *self.shape)
+        total = torch.zeros_like(flat)
+        groups, rows, columns = self.shape
+        per_example = groups * self.record.rows_per_example * (columns + 2 * rows * len(flat))
+        for part in self.record.chunks(per_example + len(self._derivatives)):
+            activations = self.record.activation_rows(part)
+            images = activations @ flat.unsqueeze(1).mT  # (k, examples, groups, |T|, I)
+            coefficients = images.flatten(2) @ self._derivatives.mT
+            met = (coefficients @ self._derivatives).reshape(images.shape)
+            total += (met.mT @ activations).sum(1)
+        return (total / self.record.examples**2).reshape(vector.shape)
+
+    def solve(self, vector: Tensor, damping: float) -> Tensor:
+        return self._solve_by_products(vector, damping)
+
+    def trace(self) -> float:
+        """Σ_t Σ_t′ E[a_t · a_t′] E[Ds_t · Ds_t′]"""
+        groups, locations = self.shape[0], self.record.rows_per_example
+        activation = self.like.new_zeros(groups, locations, locations)
+        derivative = torch.zeros_like(activation)
+        for _, activations, derivatives in self.record.row_chunks():
+            by_location = activations.permute(1, 2, 0, 3).flatten(2)
+            activation += by_location @ by_location.mT
+            by_location = derivatives.permute(2, 3, 0, 1, 4).flatten(2)
+            derivative += by_location @ by_location.mT
+        return float((activation * derivative).sum()) / self.record.examples**2
+
+    def dense(self) -> Tensor:
+        """From all pairs of examples."""
+        record, total = self.record, self.like.new_zeros(self.size, self.size)
+        derivatives = record.derivative_rows(slice(0, record.examples)).flatten(0, 1)
+        for example in range(record.examples):
+            activations = record.activation_rows(slice(example, example + 1))
+            rows = (derivatives.mT @ activations).mT.flatten(1)
+            total.addmm_(rows.mT, rows)
+        return total / record.examples**2
