@@ -222,7 +222,7 @@ def record_layer(
         stack.enter_context(forked_random_state(accelerators_of(model)))
         stack.enter_context(torch.enable_grad())
         heard = _Listener(handler, stack)
-        outputs = select_output(_run(model, inputs), output)
+        outputs = select_output(run_model(model, inputs), output)
         distribution = resolve_likelihood(likelihood)
         distribution.validate(outputs)
         heard.check(layer, len(outputs))
@@ -240,7 +240,8 @@ def _find_layer(model: nn.Module, name: str) -> KroneckerHandler:
     return layers[name]
 
 
-def _run(model: nn.Module, inputs: Any) -> Any:
+def run_model(model: nn.Module, inputs: Any) -> Any:
+    """As ``record_layer`` takes inputs."""
     if isinstance(inputs, tuple):
         return model(*inputs)
     return model(**inputs) if isinstance(inputs, dict) else model(inputs)

@@ -1,0 +1,269 @@
+"""Comparisons of approximations, tests of assumptions, correlations over space and maps."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+import kfc.analysis as analysis
+from kfc.analysis import comparison
+from kfc.analysis.assumptions import Bootstrap, spatial_correlation
+from kfc.analysis.correlations import Maps, autocorrelation, correlations, cross_map_moments
+from kfc.analysis.recording import LayerCall, LayerRecord
+from kfc.layers import handler_for
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def small_network():
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 4)
+    )
+
+
+def record_of(inputs, derivatives, module=None):
+    """Derivatives (draws, M, I, *T) and inputs (M, J, *T), as if a layer had seen them."""
+    dims = inputs.dim() - 2
+    kinds = {1: nn.Conv1d, 2: nn.Conv2d}
+    module = module or kinds[dims](inputs.shape[1], derivatives.shape[2], 3, padding=1)
+    outputs = torch.empty(derivatives.shape[1:], device="meta")
+    call = LayerCall(inputs, outputs, derivatives)
+    return LayerRecord("layer", handler_for(module), (call,), len(inputs))
+
+
+# Comparisons
+
+
+def dense_quality(record, name, gradient, damping):
+    """The same numbers from dense matrices alone."""
+    exact = analysis.ExactBlock(record).to_dense()
+    other = analysis.APPROXIMATIONS[name].build(record).to_dense()
+    flat, eye = gradient.mT.flatten(), torch.eye(len(exact))
+    best = torch.linalg.solve(exact + damping * eye, flat)
+    step = torch.linalg.solve(other + damping * eye, flat)
+    length = step @ (exact + damping * eye) @ step
+    return {
+        "frobenius_error": ((other - exact).norm() / exact.norm()).item(),
+        "operator_error": (
+            torch.linalg.matrix_norm(other - exact, 2) / torch.linalg.matrix_norm(exact, 2)
+        ).item(),
+        "cosine": F.cosine_similarity(step, best, dim=0).item(),
+        "decrease": (flat @ step / (length * (flat @ best)).sqrt()).item(),
+        "trace_ratio": (other.trace() / exact.trace()).item(),
+    }
+
+
+@pytest.mark.parametrize("estimated", [False, True])
+@pytest.mark.parametrize("max_gib", [1.0, 1e-7])
+def test_qualities_against_dense_matrices(monkeypatch, estimated, max_gib):
+    if estimated:
+        monkeypatch.setattr(comparison, "DENSE_SIZE", 0)
+        monkeypatch.setattr(comparison, "DEFLATED", 4)
+    model, inputs = small_network(), torch.randn(8, 2, 4, 4)
+    targets = torch.randint(4, (8,))
+    found = analysis.compare_approximations(
+        model,
+        inputs,
+        loss=lambda outputs: F.cross_entropy(outputs, targets),
+        damping=0.01,
+        probes=400,
+        max_gib=max_gib,
+    )
+    assert list(found) == ["0", "4"]
+    F.cross_entropy(model(inputs), targets).backward()
+    for layer, result in found.items():
+        record = analysis.record_layer(model, inputs, layer)
+        module = model.get_submodule(layer)
+        gradient = record.matrix({"bias": module.bias.grad, "weight": module.weight.grad})
+        assert list(result.approximations) == list(analysis.APPROXIMATIONS)
+        assert_close(result.trace, analysis.ExactBlock(record).to_dense().trace().item())
+        for name, quality in result.approximations.items():
+            expected = dense_quality(record, name, gradient, 0.01)
+            tolerance = 4 * quality.frobenius_uncertainty + 1e-9
+            assert abs(quality.frobenius_error - expected.pop("frobenius_error")) < tolerance
+            assert (quality.frobenius_uncertainty > 0) == estimated
+            assert quality.frobenius_uncertainty < 0.1 * max(quality.frobenius_error, 0.1)
+            for measure, value in expected.items():
+                assert_close(getattr(quality, measure), value, rtol=2e-2, atol=1e-5)
+            assert quality.decrease <= 1 + 1e-9
+
+
+def test_the_exact_block_is_the_best_approximation_of_itself(monkeypatch):
+    monkeypatch.setitem(
+        analysis.APPROXIMATIONS, "exact", analysis.Approximation("exact", "", analysis.ExactBlock)
+    )
+    for dense_size in (0, 512):
+        monkeypatch.setattr(comparison, "DENSE_SIZE", dense_size)
+        found = analysis.compare_approximations(
+            small_network(), torch.randn(8, 2, 4, 4), ["0"], approximations=["exact"]
+        )
+        quality = found["0"].approximations["exact"]
+        assert quality.frobenius_error < 1e-9
+        assert quality.operator_error < 1e-9
+        assert_close([quality.cosine, quality.decrease, quality.trace_ratio], [1.0, 1.0, 1.0])
+        assert quality.positive
+
+
+def test_kfc_is_exact_where_the_theory_says_so():
+    """Location-wise Gaussian outputs: the derivatives are white and independent of everything."""
+    model, inputs = nn.Conv2d(2, 3, 2), torch.randn(5, 2, 4, 4)
+    found = analysis.compare_approximations(model, inputs, likelihood="gaussian")[""]
+    for name in ("kfc", "ekfac", "iad"):
+        assert found.approximations[name].frobenius_error < 1e-9, name
+        assert_close(found.approximations[name].decrease, 1.0)
+    assert found.approximations["diagonal"].frobenius_error > 0.1
+
+
+def test_wrong_arguments_of_comparisons():
+    model, inputs = small_network(), torch.randn(2, 2, 4, 4)
+    for options, words in [
+        ({"damping": 0.0}, "damping must be"),
+        ({"approximations": ["kfcc"]}, "approximations must be one of"),
+        ({"layers": ["1"]}, "no trained layer '1'"),
+        ({"probes": 1}, "probes must be"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            analysis.compare_approximations(model, inputs, **options)
+
+
+# Correlations
+
+
+def test_autocorrelations_one_pair_after_the_other():
+    values = torch.randn(2, 3, 2, 4, 5)
+    found = autocorrelation(Maps(values), reach=3)
+    assert found.shape == (2, 7, 7)
+    for m, d, e in itertools.product(range(2), range(-3, 4), range(-3, 4)):
+        products = [
+            (values[:, :, m, i, j] * values[:, :, m, i + d, j + e]).sum() / 3
+            for i, j in itertools.product(range(4), range(5))
+            if 0 <= i + d < 4 and 0 <= j + e < 5
+        ]
+        variance = values[:, :, m].square().sum() / 3 / 20
+        expected = sum(products) / len(products) / variance
+        assert_close(found[m, d + 3, e + 3], expected)
+
+
+def test_reach_ends_at_the_maps():
+    assert autocorrelation(Maps(torch.randn(1, 2, 3, 4)), reach=7).shape == (3, 7)
+
+
+def test_correlations_of_a_layer():
+    model, inputs = small_network(), torch.randn(6, 2, 4, 4)
+    found = correlations(analysis.record_layer(model, inputs, "0", samples=3))
+    assert found.derivative_offsets.shape == (3, 7, 7)
+    assert found.activation_offsets.shape == (2, 7, 7)
+    for offsets in (found.derivative_offsets, found.activation_offsets):
+        assert_close(offsets[:, 3, 3], torch.ones(len(offsets)))
+        assert_close(offsets, offsets.flip(1, 2))
+    at_middle = inputs[:, :, 2, 2]
+    moment = at_middle.T @ at_middle
+    expected = moment / moment.diagonal().sqrt().outer(moment.diagonal().sqrt())
+    assert_close(found.activation_maps, expected)
+    linear = correlations(analysis.record_layer(model, inputs, "4"))
+    assert linear.derivative_offsets is None
+    assert linear.derivative_maps.shape == (4, 4)
+
+
+def test_dead_maps_have_no_correlation():
+    values = torch.randn(1, 4, 3, 4, 4)
+    values[:, :, 1] = 0
+    found = autocorrelation(Maps(values))
+    assert torch.isfinite(found).all()
+    assert (found[1] == 0).all()
+    assert (cross_map_moments(Maps(values))[:, 1] == 0).all()
+
+
+# Assumptions
+
+
+def white(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def smooth(noise):
+    """Averages of neighbours along the last dimension: a correlation of one half between them."""
+    return noise + noise.roll(1, -1)
+
+
+def test_assumptions_hold_for_what_they_describe():
+    """Independent white derivatives, independent of white activations."""
+    record = record_of(white(300, 3, 8, 8), white(1, 300, 4, 8, 8, seed=1))
+    found = analysis.assumptions(record)
+    assert list(found) == ["IAD", "SH", "SUD", "SUA", "WD"]
+    for name, assumption in found.items():
+        assert assumption.verdict == "holds", name
+        for estimate in assumption.measures.values():
+            assert estimate.low <= estimate.high
+            assert abs(estimate.value) < 0.1
+
+
+def test_each_assumption_fails_on_its_own():
+    inputs, derivatives = white(300, 3, 8, 8), white(1, 300, 4, 8, 8, seed=1)
+    strength = white(300, 1, 1, 1, seed=2).exp()
+    ramp = torch.linspace(0.2, 2, 8)
+    mixed = torch.einsum("rmihw,ij->rmjhw", derivatives, torch.ones(4, 4) + torch.eye(4))
+    scaled = derivatives * torch.tensor([0.1, 0.5, 1.0, 3.0]).reshape(4, 1, 1)
+    cases = {
+        "IAD": record_of(inputs * strength, derivatives * strength),
+        "SH": record_of(inputs, derivatives * ramp),
+        "SUD": record_of(inputs, smooth(derivatives)),
+        "SUA": record_of(smooth(inputs), derivatives),
+        "WD": record_of(inputs, mixed),
+    }
+    for name, record in cases.items():
+        found = analysis.assumptions(record)
+        assert found[name].verdict == "fails" or name in ("SUD", "SUA"), name
+        others = {"IAD", "SH", "SUD", "SUA", "WD"} - {name}
+        assert all(found[other].verdict == "holds" for other in others), (name, found)
+    spread = analysis.assumptions(record_of(inputs, scaled))["WD"].measures
+    assert spread["spread of the maps' variances"].value > 1
+    assert spread["correlation of distinct maps"].value < 0.1
+
+
+@pytest.mark.parametrize("mean", [0.0, 5.0])
+def test_the_size_of_spatial_correlations(mean):
+    """One half along one axis, none along the other; centred, the mean is no matter."""
+    maps = Maps(smooth(white(1, 400, 3, 9, 9)) + mean).centred()
+    measures = spatial_correlation(maps, 3, Bootstrap(100, 0))
+    near = measures["neighbouring locations"]
+    assert abs(near.value - 0.25) < 0.02
+    assert near.low < near.value < near.high
+    assert near.high - near.low < 0.05
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    covered = 0
+    for seed in range(40):
+        maps = Maps(smooth(white(1, 60, 2, 2, 12, seed=seed)))
+        near = spatial_correlation(maps, 1, Bootstrap(200, 0))["neighbouring locations"]
+        # Along the row 12/11 pairs are seen of the periodic field; across rows there is none.
+        truth = (0.5 * 2 + noise_floor(60 * 12) * 2) / 4
+        covered += near.low <= truth <= near.high
+    assert covered >= 30
+
+
+def noise_floor(samples):
+    """The mean magnitude of an estimated correlation whose true value is zero, roughly."""
+    return math.sqrt(2 / math.pi * 1.5 / samples)
+
+
+def test_the_spread_over_locations_is_freed_of_noise():
+    """Few examples: without the correction half of the spread would be chance."""
+    truth = torch.linspace(0.5, 1.5, 10)
+    spreads = []
+    for seed in range(20):
+        derivatives = white(1, 60, 3, 10, seed=seed) * truth.sqrt()
+        found = analysis.assumptions(record_of(white(60, 2, 10, seed=99), derivatives))
+        spreads.append(found["SH"].measures["second moments of derivatives"].value)
+    expected = (truth.std(correction=0) / truth.mean()).item()
+    assert abs(sum(spreads) / len(spreads) - expected) < 0.03
+
+
+def test_layers_without_locations_have_fewer_assumptions():
+    record = analysis.record_layer(small_network(), torch.randn(6, 2, 4, 4), "4", samples=2)
+    assert list(analysis.assumptions(record, resamples=20)) == ["IAD", "WD"]
