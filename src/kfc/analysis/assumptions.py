@@ -33,7 +33,7 @@ DEFAULT_RESAMPLES = 200
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number, and the middle 95% of what resampled batches (bootstrap) give for it."""
+    """A number, and an interval that holds the truth in about 95 of 100 batches (bootstrap)."""
 
     value: float
     low: float
@@ -115,10 +115,20 @@ class Bootstrap:
         return (weights @ per_example.flatten(1)).reshape(-1, *per_example.shape[1:])
 
 
-def estimate(values: Tensor) -> Estimate:
-    """From the batch's own value, then those of its resamples."""
-    low, high = torch.quantile(values[1:], values.new_tensor([0.025, 0.975])).tolist()
-    return Estimate(values[0].item(), low, high)
+def estimate(values: Tensor, *, least: float = 0.0) -> Estimate:
+    """From the batch's own value, then those of its resamples.
+
+    Magnitudes of small correlations come out too large, for chance adds to them. By how much shows
+    when batches are drawn from the batch: that bias is taken off, of the value once, of the
+    resamples twice.
+
+    Args:
+        least: the smallest value that there can be.
+    """
+    bias = values[1:].mean() - values[0]
+    quantiles = torch.quantile(values[1:], values.new_tensor([0.025, 0.975]))
+    three = torch.stack([values[0] - bias, *(quantiles - 2 * bias)]).clamp(min=least)
+    return Estimate(*three.tolist())
 
 
 def spatial_correlation(maps: Maps, reach: int, bootstrap: Bootstrap) -> dict[str, Estimate]:
@@ -207,7 +217,8 @@ def independence(record: LayerRecord, bootstrap: Bootstrap) -> Assumption:
         ),
     }
     return Assumption(
-        "IAD", {name: estimate(measure(first, second)) for name, measure in measures.items()}
+        "IAD",
+        {name: estimate(measure(first, second), least=-1.0) for name, measure in measures.items()},
     )
 
 

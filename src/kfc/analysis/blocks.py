@@ -42,6 +42,8 @@ class Block(ABC):
     def __init__(self, shape: tuple[int, int, int], like: Tensor) -> None:
         self.shape = shape
         self.like = like
+        # The relative residual to which systems are solved where that is done by products.
+        self.tolerance = 1e-6
 
     @property
     def size(self) -> int:
@@ -110,7 +112,10 @@ class Block(ABC):
         require_number("damping", damping, positive=True)
         flat = vector.reshape(-1, *self.shape)
         solutions = [
-            conjugate_gradients(lambda v: self.product(v) + damping * v, right) for right in flat
+            conjugate_gradients(
+                lambda v: self.product(v) + damping * v, right, tolerance=self.tolerance
+            )
+            for right in flat
         ]
         return torch.stack(solutions).reshape(vector.shape)
 
@@ -238,16 +243,22 @@ class UnitBlock(Block):
         groups, rows, columns, _ = units.shape
         super().__init__((groups, rows, columns), units)
         self.units = units
-        self._decomposition: tuple[Tensor, Tensor] | None = None
+        self._values: Tensor | None = None
 
     def product(self, vector: Tensor) -> Tensor:
         return (self.units @ vector.unsqueeze(-1)).squeeze(-1)
 
     def solve(self, vector: Tensor, damping: float) -> Tensor:
-        values, basis = self._eigen()
-        rotated = (basis.mT @ vector.to(values).unsqueeze(-1)).squeeze(-1)
-        rotated = rotated * reciprocal(values, damping)
-        return (basis @ rotated.unsqueeze(-1)).squeeze(-1).to(vector)
+        require_number("damping", damping)
+        damped = self.units.double().clone()
+        damped.diagonal(dim1=-2, dim2=-1).add_(damping)
+        # A vector is a column for each unit, and several are several columns.
+        columns = vector.to(damped).reshape(-1, *self.shape).permute(1, 2, 3, 0)
+        try:
+            solved: Tensor = torch.linalg.solve(damped, columns)
+        except RuntimeError as error:  # torch.linalg.LinAlgError
+            raise ZeroDivisionError("the block is singular: give a damping above 0") from error
+        return solved.permute(3, 0, 1, 2).reshape(vector.shape).to(vector)
 
     def trace(self) -> float:
         return float(self.units.diagonal(dim1=-2, dim2=-1).sum())
@@ -261,10 +272,6 @@ class UnitBlock(Block):
         return dense.reshape(self.size, self.size)
 
     def spectrum(self) -> Tensor:
-        return descending(self._eigen()[0])
-
-    def _eigen(self) -> tuple[Tensor, Tensor]:
-        if self._decomposition is None:
-            values, basis = torch.linalg.eigh(self.units.double())
-            self._decomposition = values, basis
-        return self._decomposition
+        if self._values is None:
+            self._values = descending(torch.linalg.eigvalsh(self.units.double()))
+        return self._values
