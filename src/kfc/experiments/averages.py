@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kfc.optimizers.averaging import KEY, start_averages, swapped_in, update_averages
@@ -37,6 +38,12 @@ class Averages:
     def swapped_in(self) -> Iterator[None]:
         with swapped_in(self._tensors.values(), self._state):
             yield
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """For good."""
+        for tensor in self._tensors.values():
+            tensor.copy_(self._state[tensor][KEY])
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: self._state[tensor][KEY] for name, tensor in self._tensors.items()}

@@ -21,8 +21,8 @@ PAPER_AVERAGING_EXAMPLES = 50_000
 CLASSIFICATION = "classification"
 
 
-class Parts:
-    """All that a run works with.
+class NetworkParts:
+    """A run's network, and the data as it sees them.
 
     Raises:
         ConfigError, DataError, NetworkError: before anything is written.
@@ -38,44 +38,12 @@ class Parts:
         )
         # nn.Module.to has no overload for a memory format alone.
         self.model: nn.Module = model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.model.train()
-        try:
-            self.batches = Batches(
-                data.train,
-                self.inputs,
-                config.batch_size,
-                config.seed,
-                workers=config.workers,
-                examples=config.train_examples,
-            )
-            wishes = Wishes(
-                config.lr,
-                weight_costs(config, model),
-                config.options,
-                config.seed,
-                self.task.likelihood,
-            )
-            self.optimizer = make_optimizer(config.optimizer, self.model, wishes)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(str(error)) from error
-        epoch = len(self.batches) * config.batch_size
-        averaged = config.averaging_examples or min(epoch, PAPER_AVERAGING_EXAMPLES)
-        self.averages = Averages(self.model, averaged / config.batch_size)
         self._try_network(config, data)
-        used = config.train_examples, config.evaluation_examples
-        self.train = self._examples(data.train, *used)
-        self.test = self._examples(data.test, config.evaluation_examples)
 
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        return self.task.loss(self.model(images), images, labels)
-
-    def evaluate(self, examples: Examples) -> tuple[float, float]:
-        """The mean loss, and the error in percent."""
-        return evaluate(self.model, examples, self.task)
-
-    def first_images(self) -> Tensor:
-        """Of the training set: one, as a batch."""
-        return channels_last(self.inputs(self.train.split.images[:1]).to(self.device))
+    def first_examples(self, split: Split, count: int) -> tuple[Tensor, Tensor]:
+        """Images and labels."""
+        images = channels_last(self.inputs(split.images[:count]).to(self.device))
+        return images, torch.from_numpy(split.labels[:count].copy()).to(self.device)
 
     def _try_network(self, config: RunConfig, data: Dataset) -> None:
         """Refuse a network that does not go with the data, before there is a folder."""
@@ -97,6 +65,49 @@ class Parts:
                 f"the network {config.net} must return a tensor of shape {wanted} for two images; "
                 f"it returned {found}"
             )
+
+
+class Parts(NetworkParts):
+    """All that a run works with."""
+
+    def __init__(self, config: RunConfig, data: Dataset) -> None:
+        super().__init__(config, data)
+        try:
+            self.batches = Batches(
+                data.train,
+                self.inputs,
+                config.batch_size,
+                config.seed,
+                workers=config.workers,
+                examples=config.train_examples,
+            )
+            wishes = Wishes(
+                config.lr,
+                weight_costs(config, self.model),
+                config.options,
+                config.seed,
+                self.task.likelihood,
+            )
+            self.optimizer = make_optimizer(config.optimizer, self.model, wishes)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(str(error)) from error
+        epoch = len(self.batches) * config.batch_size
+        averaged = config.averaging_examples or min(epoch, PAPER_AVERAGING_EXAMPLES)
+        self.averages = Averages(self.model, averaged / config.batch_size)
+        used = config.train_examples, config.evaluation_examples
+        self.train = self._examples(data.train, *used)
+        self.test = self._examples(data.test, config.evaluation_examples)
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        return self.task.loss(self.model(images), images, labels)
+
+    def evaluate(self, examples: Examples) -> tuple[float, float]:
+        """The mean loss, and the error in percent."""
+        return evaluate(self.model, examples, self.task)
+
+    def first_images(self) -> Tensor:
+        """Of the training set: one, as a batch."""
+        return channels_last(self.inputs(self.train.split.images[:1]).to(self.device))
 
     def _examples(self, split: Split, *limits: int | None) -> Examples:
         """The first of a split, as many as the limits allow."""

@@ -110,6 +110,25 @@ def _read_rows(file: Path) -> Iterator[dict[str, Any]]:
         yield row
 
 
+def read_checkpoint(path: Path) -> dict[str, Any] | None:
+    """The last checkpoint in a run's folder; None if there is none.
+
+    Raises:
+        RunError: it is damaged.
+    """
+    file = path / CHECKPOINT
+    if not file.exists():
+        return None
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # torch's own words go on for lines about pickles.
+        raise RunError(f"{file} is damaged: it is no checkpoint of a run") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise RunError(f"{file} is not a checkpoint that this version can read")
+    return state
+
+
 class RunFolder:
     """A run's folder while the run goes on, held by one process at a time."""
 
@@ -186,16 +205,7 @@ class RunFolder:
 
     def load(self) -> dict[str, Any] | None:
         """The last checkpoint, with the metrics cut back to its moment; None if there is none."""
-        file = self.path / CHECKPOINT
-        state: dict[str, Any] | None = None
-        if file.exists():
-            try:
-                state = torch.load(file, map_location="cpu", weights_only=True)
-            except Exception as error:
-                # torch's own words go on for lines about pickles.
-                raise RunError(f"{file} is damaged: it is no checkpoint of a run") from error
-            if not isinstance(state, dict) or state.get("format") != FORMAT:
-                raise RunError(f"{file} is not a checkpoint that this version can read")
+        state = read_checkpoint(self.path)
         with clear_disk_errors(self.path):
             kept = state["metrics_bytes"] if state else 0
             if self._metrics.tell() < kept:
