@@ -15,8 +15,9 @@
 
   const chosen = (name) => controls.querySelector(`input[name="${name}"]:checked`)?.value;
 
-  function draw(id, traces, layout, width) {
-    if (width) layout.width = width;
+  function draw(id, traces, layout, size) {
+    if (size) layout.width = size.width;
+    if (size && !layout.height) layout.height = size.height;
     // A finger that scrolls the page must not zoom.
     if (touch) layout.dragmode = false;
     spreadLabels(layout.xaxis, traces.flatMap((trace) => trace.x));
@@ -38,9 +39,9 @@
 
   // Figures that are drawn as they stand. Plotly writes into what it is given: copies only.
 
-  function drawFigure({ id, layout, variants }, width) {
+  function drawFigure({ id, layout, variants }, size) {
     const variant = variants.length > 1 ? Number(variantChoice.value) : 0;
-    draw(id, structuredClone(variants[variant]), structuredClone(layout), width);
+    draw(id, structuredClone(variants[variant]), structuredClone(layout), size);
   }
 
   // Curves
@@ -85,7 +86,7 @@
     return Number.isFinite(smallest) ? smallest / 2 : 1;
   }
 
-  function drawCurves({ id, layout }, measure, width) {
+  function drawCurves({ id, layout }, measure, size) {
     const curves = shownCurves();
     const floor = lowestDrawn(curves, measure);
     const traces = curves.map((curve) => curveTrace(curve, measure, floor));
@@ -95,22 +96,27 @@
     shape.yaxis.type = chosen("scale-y");
     // A run of a single evaluation still shows which line it is.
     for (const trace of traces) if (trace.x.length === 1) trace.mode = "markers";
-    draw(id, traces, shape, width);
+    draw(id, traces, shape, size);
   }
 
   // All of them
 
-  function drawAll(only = () => true, fixedWidth = false) {
+  function drawAll(only = () => true, fixedSize = false) {
     for (const figure of page.figures.filter(only)) {
-      const measure = page.curves.measures.find((name) => figure.id === `curve-${name}`);
-      const width = fixedWidth ? document.getElementById(figure.id).clientWidth : undefined;
-      if (measure) drawCurves(figure, measure, width);
-      else drawFigure(figure, width);
+      const measure = page.curves?.measures.find((name) => figure.id === `curve-${name}`);
+      const size = fixedSize ? sizeOf(document.getElementById(figure.id)) : undefined;
+      if (measure) drawCurves(figure, measure, size);
+      else drawFigure(figure, size);
     }
   }
 
+  function sizeOf({ clientWidth, clientHeight }) {
+    return { width: clientWidth, height: clientHeight };
+  }
+
   drawAll();
-  controls.addEventListener("change", () => drawAll((figure) => figure.id.startsWith("curve-")));
+  // Only pages with curves have controls for them.
+  controls?.addEventListener("change", () => drawAll((figure) => figure.id.startsWith("curve-")));
   variantChoice?.addEventListener("change", () => drawAll((figure) => figure.variants.length > 1));
   // Paper is narrower than most windows, and nothing is laid out again while it is printed.
   addEventListener("beforeprint", () => {

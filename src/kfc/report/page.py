@@ -1,22 +1,14 @@
-"""One self-contained HTML page about several runs: it needs no network to be read."""
+"""The page about several runs."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 from collections.abc import Sequence
-from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 
-from plotly.offline import get_plotlyjs
-
-from kfc.experiments.runs import Record, write_atomically
+from kfc.experiments.runs import Record
 from kfc.report.curves import curve_data
-from kfc.report.figures import Figure, Json
-from kfc.report.sections import Section, all_sections
+from kfc.report.document import write_document
+from kfc.report.sections import all_sections
 from kfc.report.summary import Goals, best_runs, default_goals
 
 
@@ -44,45 +36,5 @@ def write_page(
     best = best_runs(records)
     goals = default_goals(best) if goals is None else goals
     sections = all_sections(records, best, goals, baseline)
-    content = _fill(title, introduction, sections, curve_data(records, best))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, content.encode())
-
-
-def _fill(title: str, introduction: str, sections: Sequence[Section], curves: Json) -> str:
-    plotly, script = get_plotlyjs(), _read("page.js")
-    figures = [_as_json(figure) for section in sections for figure in section.figures]
-    return Template(_read("page.html")).substitute(
-        policy=_policy(plotly, script),
-        title=escape(title),
-        introduction=f"<p>{escape(introduction)}</p>" if introduction else "",
-        style=_read("page.css"),
-        links="".join(f'<li><a href="#{s.id}">{s.title}</a></li>' for s in sections),
-        sections="\n".join(section.html() for section in sections),
-        data=_embedded({"figures": figures, "curves": curves}),
-        plotly=plotly,
-        script=script,
-    )
-
-
-def _read(name: str) -> str:
-    return files("kfc.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _as_json(figure: Figure) -> Json:
-    return {"id": figure.id, "layout": figure.layout, "variants": list(figure.variants)}
-
-
-def _embedded(value: Json) -> str:
-    """JSON that cannot end the element it stands in."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _policy(*scripts: str) -> str:
-    """Only our own scripts run, and nothing is fetched, whatever stands in the runs' names."""
-    digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
-    allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'"
-    )
+    curves = curve_data(records, best)
+    write_document(path, sections, title=title, introduction=introduction, curves=curves)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 
 from kfc.experiments.runs import Record
@@ -18,11 +17,16 @@ from kfc.report.diagnostics import (
     layer_figures,
     layer_names,
 )
-from kfc.report.figures import Figure
 from kfc.report.formats import distinct_labels
+from kfc.report.section import Section
 from kfc.report.sensitivity import sensitivity_figure
 from kfc.report.summary import Goals, end_reason, find_baseline, goal_rows, summary_rows
-from kfc.report.table import Column, compared, environment_column, html_table, settings_column
+from kfc.report.table import (
+    comparison_tables,
+    environment_column,
+    html_table,
+    settings_column,
+)
 
 CURVES_NOTE = (
     "Averaged parameters are a running mean of the raw ones; beside them, raw ones are drawn "
@@ -30,38 +34,6 @@ CURVES_NOTE = (
     "value, and hovering tells that it is zero; on a logarithmic horizontal axis the start, at "
     "zero, is left out."
 )
-
-
-@dataclass(frozen=True)
-class Section:
-    """
-    Attributes:
-        before, after: markup around the figures.
-    """
-
-    id: str
-    title: str
-    before: str = ""
-    figures: Sequence[Figure] = ()
-    after: str = ""
-
-    def html(self) -> str:
-        drawings = "".join(map(_figure, self.figures))
-        arrangement = "grid" if len(self.figures) > 1 else "single"
-        middle = f'<div class="{arrangement}">{drawings}</div>' if drawings else ""
-        return (
-            f'<section id="{self.id}"><h2>{escape(self.title)}</h2>'
-            f"{self.before}{middle}{self.after}</section>"
-        )
-
-
-def _figure(figure: Figure) -> str:
-    title = escape(figure.title)
-    return (
-        f'<figure><h3>{title}</h3><div class="plot" id="{figure.id}" role="img" '
-        f'aria-label="{title}" style="min-height:{figure.layout["height"]}px"></div>'
-        f"<figcaption>{escape(figure.caption)}</figcaption></figure>"
-    )
 
 
 def all_sections(
@@ -154,29 +126,13 @@ def _layers(best: Sequence[Record]) -> Section | None:
 def _settings(records: Sequence[Record]) -> Section:
     columns = [settings_column(record) for record in records]
     caption = "Settings that differ; marked where a run is unlike the first one."
-    html = _comparison(records, columns, caption, mark_differences=True)
+    html = comparison_tables(distinct_labels(records), columns, caption, mark_differences=True)
     return Section("settings", "Settings", html)
 
 
 def _environment(records: Sequence[Record]) -> Section:
     columns = [environment_column(record) for record in records]
-    html = _comparison(records, columns, "What differs.", mark_differences=False)
+    html = comparison_tables(
+        distinct_labels(records), columns, "What differs.", mark_differences=False
+    )
     return Section("environment", "Environment", html)
-
-
-def _comparison(
-    records: Sequence[Record], columns: Sequence[Column], caption: str, mark_differences: bool
-) -> str:
-    """What differs in a table of all runs; what does not, folded away."""
-    different, equal = compared(columns)
-    equal_rows = [("", "value"), *equal]
-    if len(records) == 1:
-        return html_table(equal_rows, "As it was for this run.")
-    html = ""
-    if different:
-        rows = [("", *distinct_labels(records)), *different]
-        html = html_table(rows, caption, mark_differences=mark_differences)
-    if equal:
-        table = html_table(equal_rows, "What does not differ.")
-        html += f"<details><summary>The same in all runs</summary>{table}</details>"
-    return html

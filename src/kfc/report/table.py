@@ -19,6 +19,7 @@ def html_table(
     *,
     swatches: Mapping[str, str] | None = None,
     mark_differences: bool = False,
+    words: Sequence[str] = (),
 ) -> str:
     """A table in a box that scrolls by itself.
 
@@ -26,10 +27,11 @@ def html_table(
         rows: the first is the header; a row with nothing beside its first cell is a heading.
         swatches: markup before the first cell, by its text.
         mark_differences: cells unlike the first run's.
+        words: cells that begin with one of them get it as their class.
     """
     header, *body = rows
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
-    lines = [_html_row(row, swatches or {}, mark_differences) for row in body]
+    lines = [_html_row(row, swatches or {}, mark_differences, words) for row in body]
     return (
         # Not a <caption>: that would scroll away with a wide table.
         f'<p class="note">{escape(caption)}</p>'
@@ -38,18 +40,22 @@ def html_table(
     )
 
 
-def _html_row(row: Row, swatches: Mapping[str, str], mark_differences: bool) -> str:
+def _html_row(
+    row: Row, swatches: Mapping[str, str], mark_differences: bool, words: Sequence[str]
+) -> str:
     label, *cells = row
     if cells and not any(cells):
         return (
             f'<tr class="goal"><th scope="rowgroup" colspan="{len(row)}">'
             f"<span>{escape(label)}</span></th></tr>"
         )
-    marked = [mark_differences and cell not in (cells[0], MISSING) for cell in cells]
-    data = "".join(
-        f'<td class="other">{escape(cell)}</td>' if mark else f"<td>{escape(cell)}</td>"
-        for cell, mark in zip(cells, marked, strict=True)
-    )
+    data = ""
+    for cell in cells:
+        word = cell.split(" ", 1)[0]
+        kind = word if word in words else ""
+        if mark_differences and cell not in (cells[0], MISSING):
+            kind = "other"
+        data += f'<td class="{kind}">{escape(cell)}</td>' if kind else f"<td>{escape(cell)}</td>"
     return f'<tr><th scope="row">{swatches.get(label, "")}{escape(label)}</th>{data}</tr>'
 
 
@@ -67,6 +73,24 @@ def compared(columns: Sequence[Column]) -> tuple[list[Row], list[Row]]:
         else:
             equal.append((name, values[0]))
     return different, equal
+
+
+def comparison_tables(
+    labels: Sequence[str], columns: Sequence[Column], caption: str, mark_differences: bool = False
+) -> str:
+    """What differs in a table of all runs; what does not, folded away."""
+    different, equal = compared(columns)
+    equal_rows = [("", "value"), *equal]
+    if len(labels) == 1:
+        return html_table(equal_rows, "As it was for this run.")
+    html = ""
+    if different:
+        rows = [("", *labels), *different]
+        html = html_table(rows, caption, mark_differences=mark_differences)
+    if equal:
+        table = html_table(equal_rows, "What does not differ.")
+        html += f"<details><summary>The same in all runs</summary>{table}</details>"
+    return html
 
 
 def settings_column(record: Record) -> Column:
