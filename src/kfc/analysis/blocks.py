@@ -246,19 +246,24 @@ class UnitBlock(Block):
         self._values: Tensor | None = None
 
     def product(self, vector: Tensor) -> Tensor:
-        return (self.units @ vector.unsqueeze(-1)).squeeze(-1)
+        return self._from_columns(self.units @ self._columns(vector), vector)
 
     def solve(self, vector: Tensor, damping: float) -> Tensor:
         require_number("damping", damping)
         damped = self.units.double().clone()
         damped.diagonal(dim1=-2, dim2=-1).add_(damping)
-        # A vector is a column for each unit, and several are several columns.
-        columns = vector.to(damped).reshape(-1, *self.shape).permute(1, 2, 3, 0)
         try:
-            solved: Tensor = torch.linalg.solve(damped, columns)
+            solved = torch.linalg.solve(damped, self._columns(vector).to(damped))
         except RuntimeError as error:  # torch.linalg.LinAlgError
             raise ZeroDivisionError("the block is singular: give a damping above 0") from error
-        return solved.permute(3, 0, 1, 2).reshape(vector.shape).to(vector)
+        return self._from_columns(solved, vector)
+
+    def _columns(self, vector: Tensor) -> Tensor:
+        """(groups, I, n, k): a vector is a column for each unit, several are several columns."""
+        return vector.reshape(-1, *self.shape).permute(1, 2, 3, 0)
+
+    def _from_columns(self, columns: Tensor, like: Tensor) -> Tensor:
+        return columns.permute(3, 0, 1, 2).reshape(like.shape).to(like)
 
     def trace(self) -> float:
         return float(self.units.diagonal(dim1=-2, dim2=-1).sum())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kfc.analysis.approximations import APPROXIMATIONS
-from kfc.analysis.blocks import DEFAULT_MAX_GIB, Block
+from kfc.analysis.blocks import DEFAULT_MAX_GIB, NEGATIVE_TOLERANCE, Block
 from kfc.analysis.exact import ExactBlock
 from kfc.analysis.krylov import operator_norm, random_start
 from kfc.analysis.recording import LayerRecord, factored_layers, record_layer, run_model
@@ -243,7 +243,8 @@ class _Truth:
     def quality(self, block: Block) -> Quality:
         error, uncertainty = self._frobenius_error(block)
         natural = block.solve(self.gradient, self.damping)
-        norm = block.operator_norm()
+        spectrum = block.spectrum()
+        norm = block.operator_norm() if spectrum is not None else 0.0
         smallest = block.smallest_eigenvalue() / norm if norm else 0.0
         return Quality(
             frobenius_error=error,
@@ -253,8 +254,8 @@ class _Truth:
             decrease=self._decrease(natural),
             trace_ratio=block.trace() / self.trace if self.trace else math.nan,
             smallest_eigenvalue=smallest,
-            positive=block.is_positive(),
-            spectrum=block.spectrum(),
+            positive=smallest >= -NEGATIVE_TOLERANCE,
+            spectrum=spectrum,
         )
 
     def _operator_error(self, block: Block) -> float:

@@ -104,7 +104,7 @@ class ExactBlock(Block):
         total = coefficients.new_zeros(self.shape)
         for part, activations, derivatives in self.record.row_chunks():
             scaled = torch.einsum("rm,rm...->m...", weights[:, part], derivatives)
-            total += (scaled.mT @ activations).sum(0)
+            total += _over_rows(scaled).mT @ _over_rows(activations)
         return total / math.sqrt(self.record.examples)
 
     def _keeps_gradients(self) -> bool:
@@ -211,17 +211,23 @@ class IndependentBlock(Block):
         self._derivatives = record.derivative_rows(whole).flatten(0, 1).flatten(1)
 
     def product(self, vector: Tensor) -> Tensor:
-        flat = vector.reshape(-1, *self.shape)
-        total = torch.zeros_like(flat)
         groups, rows, columns = self.shape
-        per_example = groups * self.record.rows_per_example * (columns + 2 * rows * len(flat))
-        for part in self.record.chunks(per_example + len(self._derivatives)):
+        several = vector.reshape(-1, *self.shape)
+        count, locations = len(several), self.record.rows_per_example
+        # (groups, n, k · I)
+        stacked = several.permute(1, 3, 0, 2).flatten(2)
+        total = torch.zeros_like(stacked)
+        per_example = groups * locations * (columns + 3 * rows * count)
+        for part in self.record.chunks(per_example + count * len(self._derivatives)):
             activations = self.record.activation_rows(part)
-            images = activations @ flat.unsqueeze(1).mT  # (k, examples, groups, |T|, I)
-            coefficients = images.flatten(2) @ self._derivatives.mT
-            met = (coefficients @ self._derivatives).reshape(images.shape)
-            total += (met.mT @ activations).sum(1)
-        return (total / self.record.examples**2).reshape(vector.shape)
+            images = (activations @ stacked).unflatten(-1, (count, rows))
+            # (k, examples, groups · |T| · I)
+            images = images.permute(3, 0, 1, 2, 4).flatten(2)
+            met = (images @ self._derivatives.mT) @ self._derivatives
+            met = met.unflatten(2, (groups, locations, rows)).permute(1, 2, 3, 0, 4).flatten(3)
+            total += _over_rows(activations).mT @ _over_rows(met)
+        by_vector: Tensor = total.unflatten(2, (count, rows)).permute(2, 0, 3, 1)
+        return by_vector.reshape(vector.shape) / self.record.examples**2
 
     def solve(self, vector: Tensor, damping: float) -> Tensor:
         return self._solve_by_products(vector, damping)
@@ -247,3 +253,8 @@ class IndependentBlock(Block):
             rows = (derivatives.mT @ activations).mT.flatten(1)
             total.addmm_(rows.mT, rows)
         return total / record.examples**2
+
+
+def _over_rows(values: Tensor) -> Tensor:
+    """(examples, groups, |T|, k) -> (groups, examples · |T|, k)"""
+    return values.transpose(0, 1).flatten(1, 2)
