@@ -93,7 +93,9 @@ def test_qualities_against_dense_matrices(monkeypatch, estimated, max_gib):
 
 def test_the_exact_block_is_the_best_approximation_of_itself(monkeypatch):
     monkeypatch.setitem(
-        analysis.APPROXIMATIONS, "exact", analysis.Approximation("exact", "", analysis.ExactBlock)
+        analysis.APPROXIMATIONS,
+        "exact",
+        analysis.Approximation("exact", "", analysis.ExactBlock, frozenset()),
     )
     for dense_size in (0, 512):
         monkeypatch.setattr(comparison, "DENSE_SIZE", dense_size)

@@ -380,28 +380,17 @@ def test_theorem_1_may_be_indefinite_on_small_maps_and_says_so():
 # Theorem 3, for one layer: the natural gradient moves with affine changes of what the layer sees
 
 
-@pytest.mark.parametrize(
-    ("name", "activations", "derivatives"),
-    [
-        ("iad", True, True),
-        ("kfc", True, True),
-        ("sua", True, True),
-        ("prong", True, False),
-        ("unit-wise", True, False),
-        ("ekfac", False, False),
-        ("diagonal", False, False),
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 @given(st.integers(1, 3), st.integers(1, 2), st.sampled_from(["zeros", "circular"]))
 @settings(max_examples=8)
-def test_invariance(name, activations, derivatives, channels, kernel, mode):
+def test_invariance(name, channels, kernel, mode):
     """a′ = a B + c at every pixel; Ds = Ds′ A. Padding 0 or circular, no damping."""
     padding = 0 if mode == "zeros" else kernel - 1
     module = nn.Conv1d(channels, 2, kernel, padding=padding, padding_mode=mode)
     inputs = torch.randn(60, channels, kernel + 2)
     record = synthetic(module, inputs)
     gradient = torch.randn(record.shape)
-    for which, claimed in (("activations", activations), ("derivatives", derivatives)):
+    for which in ("activations", "derivatives"):
         change = torch.randn(channels, channels) + 2 * torch.eye(channels)
         shift = torch.randn(channels)
         left = torch.randn(2, 2) + 2 * torch.eye(2)
@@ -425,9 +414,9 @@ def test_invariance(name, activations, derivatives, channels, kernel, mode):
         # W = W′ Sᵀ, so that the steps are the same function if ΔW = ΔW′ Sᵀ; likewise ΔW = A ΔW′.
         back = expected @ spread.T if which == "activations" else left @ expected
         error = (back - natural).norm() / natural.norm()
-        if claimed:
+        if which in APPROXIMATIONS[name].invariant:
             assert error < 1e-6, which
-        elif channels > 1:
+        elif channels > 1 and kernel > 1:
             assert error > 1e-4, which
 
 

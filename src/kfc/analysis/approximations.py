@@ -249,23 +249,39 @@ class Approximation:
         title: for tables.
         assumes: the assumptions that it makes of those the paper names.
         build: makes it of a record.
+        invariant: the affine changes under which its undamped natural gradient is the same step
+            (Theorem 3; with padding 0 or circular): of "activations", of "derivatives".
     """
 
     title: str
     assumes: str
     build: Callable[[LayerRecord], Block]
+    invariant: frozenset[str]
 
 
+def _changes(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+BOTH = _changes("activations", "derivatives")
 APPROXIMATIONS = {
-    "iad": Approximation("IAD alone", "IAD", independent),
-    "kfc": Approximation("KFC", "IAD, SH, SUD", kfc),
-    "ekfac": Approximation("EKFAC", "KFC's eigenvectors", eigenvalue_corrected),
-    "autocovariance": Approximation("autocovariances", "IAD, SH, SUD", autocovariance),
-    "no-boundaries": Approximation(
-        "without boundaries", "IAD, SH, SUD, no boundaries", without_boundaries
+    "iad": Approximation("IAD alone", "IAD", independent, BOTH),
+    "kfc": Approximation("KFC", "IAD, SH, SUD", kfc, BOTH),
+    "ekfac": Approximation("EKFAC", "KFC's eigenvectors", eigenvalue_corrected, _changes()),
+    # Estimated means and autocovariances are not of the same pixels, so an offset tells.
+    "autocovariance": Approximation(
+        "autocovariances", "IAD, SH, SUD", autocovariance, _changes("derivatives")
     ),
-    "sua": Approximation("SUA", "IAD, SH, SUD, SUA", uncorrelated_activations),
-    "prong": Approximation("PRONG", "IAD, SH, SUA, WD", prong),
-    "unit-wise": Approximation("unit-wise", "independent output maps", unit_wise),
-    "diagonal": Approximation("diagonal", "independent parameters", diagonal),
+    "no-boundaries": Approximation(
+        "without boundaries",
+        "IAD, SH, SUD, no boundaries",
+        without_boundaries,
+        _changes("derivatives"),
+    ),
+    "sua": Approximation("SUA", "IAD, SH, SUD, SUA", uncorrelated_activations, BOTH),
+    "prong": Approximation("PRONG", "IAD, SH, SUA, WD", prong, _changes("activations")),
+    "unit-wise": Approximation(
+        "unit-wise", "independent output maps", unit_wise, _changes("activations")
+    ),
+    "diagonal": Approximation("diagonal", "independent parameters", diagonal, _changes()),
 }
