@@ -9,6 +9,7 @@ import typer
 import kfc
 from kfc.cli.compare import compare, demo
 from kfc.cli.data import data_app
+from kfc.cli.inspect import inspect
 from kfc.cli.report import report
 from kfc.cli.screen import say
 from kfc.cli.train import train
@@ -22,6 +23,7 @@ app.command()(demo)
 app.command()(train)
 app.command()(compare)
 app.command()(report)
+app.command()(inspect)
 app.add_typer(data_app, name="data")
 
 
@@ -47,6 +49,8 @@ def main(
       kfc train --data cifar10 --net cuda-convnet --lr 0.003 --epochs 5
 
       kfc compare figure3-cifar10 --quick
+
+      kfc inspect runs/cifar10-cuda-convnet-kfc
 
     Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 the run diverged, 130 interrupted.
     """

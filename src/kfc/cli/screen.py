@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import typer
+from rich.box import HEAVY_HEAD, SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -47,9 +48,9 @@ def clear_errors() -> Iterator[None]:
         fail("interrupted", INTERRUPTED)
 
 
-def say(message: str, style: str | None = None) -> None:
+def say(message: str, style: str | None = None, on: Console = console) -> None:
     """Plain text, unbroken so that paths can be copied."""
-    console.print(message, style=style, markup=False, emoji=False, soft_wrap=True, highlight=False)
+    on.print(message, style=style, markup=False, emoji=False, soft_wrap=True, highlight=False)
 
 
 def fail(message: str, code: int) -> None:
@@ -87,7 +88,7 @@ class Interruption:
         errors.print("Ending after this update, with a checkpoint; once more to end at once.")
 
 
-def progress_bars() -> Progress:
+def progress_bars(on: Console = console) -> Progress:
     """A line for each run: a bar, the time, and how it stands."""
     return Progress(
         TextColumn("{task.description}"),
@@ -95,7 +96,7 @@ def progress_bars() -> Progress:
         TextColumn("{task.percentage:>3.0f}%"),
         TimeElapsedColumn(),
         TextColumn("{task.fields[state]}"),
-        console=console,
+        console=on,
     )
 
 
@@ -119,9 +120,17 @@ def evaluation_line(row: dict[str, Any]) -> str:
     )
 
 
-def as_table(rows: Sequence[tuple[str, ...]], title: str | None = None) -> Table:
+def as_table(
+    rows: Sequence[tuple[str, ...]], title: str | None = None, *, compact: bool = False
+) -> Table:
+    """
+    Args:
+        compact: with rules instead of boxes, for tables of many columns.
+    """
     header, *body = rows
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE if compact else HEAVY_HEAD)
+    if compact:
+        table.pad_edge, table.collapse_padding = False, True
     for index, name in enumerate(header):
         table.add_column(escape(name), justify="left" if index == 0 else "right")
     for row in body:
