@@ -21,7 +21,7 @@ from networks import NETWORKS
 
 import kfc
 from kfc.curvature import Curvature
-from kfc.layers import factored
+from kfc.layers.structures.kfc import FactorStatistics
 from kfc.preconditioner import Preconditioner
 from kfc.session import Session
 
@@ -64,7 +64,7 @@ def shape(values: torch.Tensor) -> str:
 
 def put_clocks() -> Clocks:
     clocks = Clocks()
-    layer = factored._KroneckerStatistics
+    layer = FactorStatistics
     clocks.around(layer, "forward", lambda _, inputs, __: f"Ω of {shape(inputs)}")
     clocks.around(layer, "backward", lambda _, __, values, ___: f"Γ of {shape(values)}")
     clocks.around(Session, "backward", "sampled backward with Γ")

@@ -40,6 +40,7 @@ import kfc
         ("likelihood", "poisson"),
         ("fisher", "true"),
         ("inverse", "qr"),
+        ("curvature", "shampoo"),
     ],
 )
 def test_hyper_parameters_out_of_range(option, value):

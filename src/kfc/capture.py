@@ -24,7 +24,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from kfc.layers import Handler
+from kfc.layers import Handler, Statistics
 from kfc.randomness import accelerators_of, get_random_state
 from kfc.session import Call, Session, output_edge, take_in_user_backward, without_autocast
 
@@ -70,6 +70,9 @@ class Listener(Protocol):
 
     def wanted_layers(self) -> Collection[str]:
         """The layers whose statistics the coming forward pass should give."""
+
+    def statistics_of(self, layer: str) -> Statistics:
+        """A new, empty gathering for a layer."""
 
     def observe(self, call: ModelCall, output: Any, session: Session | None) -> None:
         """The model has run in training mode."""
@@ -127,15 +130,19 @@ class Capture:
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
         session: Session | None = getattr(self._thread, "session", None)
-        handler = self._handlers[name]
-        if session is None or name not in session.wanted or not handler.trained():
+        listener = self._listener()
+        if listener is None or session is None or name not in session.wanted:
+            return
+        if not self._handlers[name].trained():
             return
         if isinstance(output, Tensor) and output.numel() == 0:
             return  # an empty batch; the model's output will be refused
         if not (isinstance(output, Tensor) and output.requires_grad):
             session.without_gradient.add(name)
             return
-        statistics = session.statistics.setdefault(name, handler.statistics())
+        if name not in session.statistics:
+            session.statistics[name] = listener.statistics_of(name)
+        statistics = session.statistics[name]
         inputs = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
         with session.timed(), torch.no_grad(), without_autocast(output.device):
             kept = statistics.forward(inputs, output)

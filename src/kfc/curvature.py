@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kfc.checks import raise_differences, require_choice, require_keys
 from kfc.kronecker import INVERSES, trace
-from kfc.layers import Handler, Moment, Plan
+from kfc.layers import Handler, Moment, Plan, Statistics
 from kfc.layers.base import Inverse
 
 
@@ -24,7 +24,8 @@ class LayerCurvature:
     Attributes:
         roles: the parameters that were trained when ``running`` was gathered.
         running: the moving averages of its statistics.
-        inverse: of the block damped by ``damping``; older than ``running`` unless just renewed.
+        inverse: of the block damped by ``damping``; older than ``running`` unless just renewed,
+            but for what statistics measured for the inverse itself.
     """
 
     roles: tuple[str, ...] = ()
@@ -50,11 +51,18 @@ class Curvature:
     def __init__(self, plan: Plan, inverse_kind: str) -> None:
         self.handlers = plan.handlers
         self.layer_of = plan.layer_of
+        self.structure_name = plan.curvature
         self.inverse_kind = inverse_kind
         self.layers = {name: LayerCurvature() for name in plan.handlers}
         self.pending: dict[str, tuple[Moment, ...]] = {}
 
     # Statistics
+
+    def statistics_of(self, name: str) -> Statistics:
+        """A new, empty gathering for a layer, whose inverse may have a say in it."""
+        layer, handler = self.layers[name], self.handlers[name]
+        fits = layer.roles == tuple(handler.trained())
+        return handler.statistics(layer.inverse if fits else None)
 
     def add(self, moments: Mapping[str, tuple[Moment, ...]], scale: float = 1.0) -> None:
         """Micro-batches add up: each moment is weighted by what it is a mean over.
@@ -66,7 +74,7 @@ class Curvature:
         for name, new in moments.items():
             if not new:
                 continue
-            new = _scaled(new, scale)
+            new = tuple(moment.scaled(scale) for moment in new)
             old = self.pending.get(name)
             if old is not None:
                 new = tuple(a.plus(b) for a, b in zip(old, new, strict=True))
@@ -74,7 +82,10 @@ class Curvature:
 
     def scale_pending(self, scale: float) -> None:
         """Multiply the squares of the pending derivatives."""
-        self.pending = {name: _scaled(moments, scale) for name, moments in self.pending.items()}
+        self.pending = {
+            name: tuple(moment.scaled(scale) for moment in moments)
+            for name, moments in self.pending.items()
+        }
 
     def pending_traces(self) -> list[Tensor]:
         """Scalars that are finite just if the pending statistics are."""
@@ -86,12 +97,11 @@ class Curvature:
         running: list[Tensor] = []
         means: list[Tensor] = []
         for name, moments in self.pending.items():
-            layer = self.layers[name]
-            roles = tuple(self.handlers[name].trained())
+            layer = self._layer_as_trained(name)
             new = tuple(moment.to_mean_() for moment in moments)
-            if layer.running is None or layer.roles != roles:
-                inverse = layer.inverse if layer.roles == roles else None
-                self.layers[name] = LayerCurvature(roles, new, inverse, layer.damping)
+            new = self._give_to_inverse(name, new, decay)
+            if layer.running is None:
+                layer.running = new
                 continue
             # The model's dtype may have changed.
             layer.running = tuple(
@@ -102,6 +112,23 @@ class Curvature:
         if running:
             torch._foreach_lerp_(running, means, 1 - decay)
         self.pending.clear()
+
+    def _layer_as_trained(self, name: str) -> LayerCurvature:
+        """What is known of a layer: nothing, if other parameters of it are trained now."""
+        roles = tuple(self.handlers[name].trained())
+        if self.layers[name].roles != roles:
+            self.layers[name] = LayerCurvature(roles, damping=self.layers[name].damping)
+        return self.layers[name]
+
+    def _give_to_inverse(
+        self, name: str, means: tuple[Tensor, ...], decay: float
+    ) -> tuple[Tensor, ...]:
+        """Let a layer's inverse have what was measured for it; the rest is for the averages."""
+        layer, handler = self.layers[name], self.handlers[name]
+        count = len(layer.running or handler.shapes())
+        if len(means) > count and layer.inverse is not None:
+            layer.inverse = handler.updated(layer.inverse, means[count:], decay)
+        return means[:count]
 
     def replace_by_pending(self) -> None:
         """Forget what was known of the layers that have pending statistics; take these."""
@@ -140,7 +167,7 @@ class Curvature:
                 continue
             layer, handler = self.layers[name], self.handlers[name]
             layer.damping = damping(name)
-            layer.inverse = handler.invert(running, layer.damping, self.inverse_kind)
+            layer.inverse = handler.invert(running, layer.damping, self.inverse_kind, layer.inverse)
 
     def inverses(self) -> dict[str, LayerInverse]:
         """Those in use."""
@@ -238,6 +265,7 @@ class Curvature:
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and strings only; the tensors are copies."""
         return {
+            "structure": self.structure_name,
             "inverse_kind": self.inverse_kind,
             "layers": {name: _save(layer) for name, layer in self.layers.items()},
         }
@@ -245,6 +273,12 @@ class Curvature:
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ``ValueError``, listing the differences, if the state is not this model's."""
         require_keys("curvature state", state, ("inverse_kind", "layers"))
+        saved_structure = state.get("structure", "kfc")  # all there was before there was a choice
+        if saved_structure != self.structure_name:
+            raise ValueError(
+                f"the state dict was saved with curvature={saved_structure!r}, here it is "
+                f"{self.structure_name!r}: the statistics of one are not those of the other"
+            )
         require_choice("the state's inverse_kind", state["inverse_kind"], tuple(INVERSES))
         require_keys("curvature state's layers", state["layers"], ())
         saved: dict[str, object] = {}
@@ -289,14 +323,6 @@ class Curvature:
 
 
 LAYER_KEYS = ("roles", "running", "inverse", "damping")
-
-
-def _scaled(moments: tuple[Moment, ...], scale: float) -> tuple[Moment, ...]:
-    """A layer's last moment is the one made of derivatives, squared."""
-    if scale == 1:
-        return moments
-    *others, last = moments
-    return (*others, Moment(last.total * scale, last.weight))
 
 
 def _inner_product(vector: Tensor, other: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from kfc.capture import ModelCall
 from kfc.curvature import Curvature
 from kfc.fisher import Output, select_output
 from kfc.generator import OwnGenerator
-from kfc.layers import mixes_examples
+from kfc.layers import Statistics, mixes_examples
 from kfc.likelihoods import Likelihood
 from kfc.session import Session, without_autocast
 
@@ -72,6 +72,9 @@ class Gathering:
             return self.curvature.handlers.keys()
         # A layer that ran for the first time, or was thawed, cannot wait until statistics are due.
         return [name for name in self.curvature.handlers if not self.curvature.is_known(name)]
+
+    def statistics_of(self, layer: str) -> Statistics:
+        return self.curvature.statistics_of(layer)
 
     def observe(self, call: ModelCall, output: Any, session: Session | None) -> None:
         selected = select_output(output, self.output)

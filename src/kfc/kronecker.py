@@ -170,7 +170,7 @@ class EigenInverse(KroneckerInverse):
 
     def redamped(self, factors: Factors, damping: float) -> EigenInverse:
         shift = torch.full_like(self.tensors["damping"], damping)
-        return EigenInverse({**self.tensors, "damping": shift})
+        return type(self)({**self.tensors, "damping": shift})
 
 
 INVERSES: dict[str, type[KroneckerInverse]] = {"factored": FactoredInverse, "eigen": EigenInverse}

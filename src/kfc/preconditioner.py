@@ -28,6 +28,7 @@ from kfc.gathering import FISHER_KINDS, FisherKind, Gathering
 from kfc.kronecker import INVERSES, Factors
 from kfc.layers import KroneckerHandler, NormalisationHandler, plan_layers
 from kfc.layers.base import DEFAULT_MAX_FACTOR_SIZE
+from kfc.layers.structures import STRUCTURES
 from kfc.likelihoods import Likelihood, resolve_likelihood
 from kfc.periods import Period, Stretch, is_due, require_period
 from kfc.randomness import accelerators_of, forked_random_state
@@ -35,6 +36,7 @@ from kfc.session import without_autocast
 from kfc.skipping import SkippedSteps
 
 InverseKind = Literal["factored", "eigen"]
+CurvatureKind = Literal["kfc", "sua", "prong", "diagonal", "ekfac"]
 
 # Why these: see docs/choosing.md.
 DEFAULT_STATISTICS_PERIOD = Stretch(10)
@@ -68,6 +70,12 @@ class Preconditioner:
         fisher: ``"sampled"`` targets (one draw), the ``"exact"`` expectation over them, or
             ``"empirical"``, the targets of the data, seen in your own backward pass.
         inverse: ``"factored"`` damping of each factor (Cholesky), or ``"eigen"``: exact damping.
+        curvature: how the Fisher blocks of linear and convolutional layers are approximated:
+            ``"kfc"``; ``"sua"``, as if activations at distinct locations were uncorrelated;
+            ``"prong"``, as if derivatives were white besides; ``"diagonal"``, the exact block's
+            diagonal; ``"ekfac"``, second moments of gradients in the eigenbasis of KFC's factors.
+            The last two have no factors to damp, whatever ``inverse`` says: δ is added to their
+            entries exactly.
         output: picks the tensor of outputs from what the model returns, if that is not a tensor.
         seed: of the generator that draws targets; by default torch's initial seed. The global
             generator is left alone.
@@ -86,6 +94,7 @@ class Preconditioner:
         likelihood: str | Likelihood = "categorical",
         fisher: FisherKind = "sampled",
         inverse: InverseKind = "factored",
+        curvature: CurvatureKind = "kfc",
         output: Output | None = None,
         seed: int | None = None,
     ) -> None:
@@ -102,6 +111,7 @@ class Preconditioner:
             require_whole("seed", seed, low=None)
         require_choice("fisher", fisher, FISHER_KINDS)
         require_choice("inverse", inverse, tuple(INVERSES))
+        require_choice("curvature", curvature, tuple(STRUCTURES))
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if next(model.parameters(), None) is None:
@@ -114,7 +124,7 @@ class Preconditioner:
         if overhead is not None:
             self.budget = Budget(overhead, statistics_period, inverse_period)
         self.factor_decay = factor_decay
-        self.plan = plan_layers(model, max_factor_size)
+        self.plan = plan_layers(model, max_factor_size, curvature)
         self.curvature = Curvature(self.plan, inverse)
         self.gathering = Gathering(
             model,
@@ -166,13 +176,16 @@ class Preconditioner:
         """Ω and Γ of every Kronecker-factored layer by name, once there are statistics.
 
         ``.activation`` and ``.derivative`` are (n, n), or (groups, n, n) for several groups. A
-        factor wider than ``max_factor_size`` is its diagonal, one dimension less.
+        factor wider than ``max_factor_size`` is its diagonal, one dimension less; so is Γ = c I
+        with ``curvature="prong"``. With ``"diagonal"`` there are no factors, and no layer is here.
         """
-        return {
-            name: Factors(*(f.squeeze(0) if f.shape[0] == 1 else f for f in running))
-            for name, running in self.curvature.running()
-            if isinstance(self.plan.handlers[name], KroneckerHandler)
-        }
+        found = {}
+        for name, running in self.curvature.running():
+            handler = self.plan.handlers[name]
+            factors = handler.factors(running) if isinstance(handler, KroneckerHandler) else None
+            if factors is not None:
+                found[name] = Factors(*(f.squeeze(0) if f.shape[0] == 1 else f for f in factors))
+        return found
 
     @property
     def blocks(self) -> dict[str, Tensor]:

@@ -12,12 +12,8 @@ To teach the library a new layer, write a handler and register it::
 """
 
 from kfc.layers.base import Handler, Moment, Statistics
-from kfc.layers.factored import (
-    ConvolutionHandler,
-    KroneckerHandler,
-    LinearHandler,
-    TransposedConvolutionHandler,
-)
+from kfc.layers.convolution import ConvolutionHandler, TransposedConvolutionHandler
+from kfc.layers.factored import KroneckerHandler, LinearHandler
 from kfc.layers.normalisation import NormalisationHandler, mixes_examples
 from kfc.layers.registry import PlainGradient, Plan, handler_for, plan_layers
 

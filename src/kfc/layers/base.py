@@ -13,13 +13,25 @@ DEFAULT_MAX_FACTOR_SIZE = 8192
 
 
 class Moment(NamedTuple):
-    """A sum, and the weight by which to divide it for a mean."""
+    """A sum, and the weight by which to divide it for a mean.
+
+    Attributes:
+        total: second moments, (groups, n, n), or what is their diagonal alone, of two dimensions.
+        of_derivatives: whether it is quadratic in derivatives, and scales as their squares do.
+    """
 
     total: Tensor
     weight: float
+    of_derivatives: bool = False
 
     def plus(self, other: Moment) -> Moment:
-        return Moment(self.total + other.total, self.weight + other.weight)
+        return Moment(self.total + other.total, self.weight + other.weight, self.of_derivatives)
+
+    def scaled(self, scale: float) -> Moment:
+        """With the squares of derivatives multiplied."""
+        if scale == 1 or not self.of_derivatives:
+            return self
+        return self._replace(total=self.total * scale)
 
     def to_mean_(self) -> Tensor:
         """The sum becomes the mean, in place."""
@@ -32,6 +44,26 @@ class Inverse(Protocol):
     tensors: dict[str, Tensor]
 
     def apply(self, gradient: Tensor) -> Tensor: ...
+
+
+class KeptInputs(NamedTuple):
+    """A call's inputs, which autograd usually keeps too; and what tells if they have changed."""
+
+    values: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, inputs: Tensor) -> KeptInputs:
+        return cls(inputs.detach(), inputs._version)
+
+    def get(self, dtype: torch.dtype) -> Tensor:
+        """As they were when the layer ran; an error if they are not any more."""
+        if self.values._version != self.version:
+            raise RuntimeError(
+                "the input of a layer was changed in place after the layer ran, so that its "
+                "statistics cannot be taken; change a copy of it"
+            )
+        return self.values.to(dtype)
 
 
 class Statistics(ABC):
@@ -53,7 +85,8 @@ class Statistics(ABC):
     def moments(self, examples: int) -> tuple[Moment, ...]:
         """What was gathered for a batch of that many examples; empty if no derivatives came.
 
-        The last moment is the one made of derivatives, and quadratic in them.
+        First what feeds the running averages; then, if anything, what refers to the inverse that
+        the statistics were made with, and goes into it.
         """
 
 
@@ -64,13 +97,17 @@ class Handler(ABC):
     tuple of running averages that the moments of its statistics feed.
     """
 
-    treatment: ClassVar[str] = ""
     #: The parameters a handler covers, in the order of the block's coordinates.
     roles: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = [module]
         self.max_factor_size = DEFAULT_MAX_FACTOR_SIZE
+
+    @property
+    @abstractmethod
+    def treatment(self) -> str:
+        """What ``describe`` calls the layer's Fisher block."""
 
     @property
     def module(self) -> nn.Module:
@@ -91,16 +128,39 @@ class Handler(ABC):
         return {r: p for r, p in parameters.items() if p is not None and p.requires_grad}
 
     @abstractmethod
-    def statistics(self) -> Statistics:
-        """A new, empty gathering."""
+    def statistics(self, inverse: Inverse | None = None) -> Statistics:
+        """A new, empty gathering.
+
+        Args:
+            inverse: the layer's present one, if there is one for the parameters trained now.
+        """
 
     @abstractmethod
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of the running averages, for the parameters trained now."""
 
     @abstractmethod
-    def invert(self, running: tuple[Tensor, ...], damping: float, kind: str) -> Inverse:
-        """The inverse of the block, damped by δ = λ + γ."""
+    def invert(
+        self,
+        running: tuple[Tensor, ...],
+        damping: float,
+        kind: str,
+        previous: Inverse | None = None,
+    ) -> Inverse:
+        """The inverse of the block, damped by δ = λ + γ.
+
+        Args:
+            previous: the one it takes the place of.
+        """
+
+    def updated(self, inverse: Inverse, means: tuple[Tensor, ...], decay: float) -> Inverse:
+        """The inverse with what its statistics gave for it, beside the running averages.
+
+        Args:
+            means: what ``moments`` had beyond what ``shapes`` tells of.
+            decay: the weight of what the inverse knew before.
+        """
+        return inverse
 
     def redamp(
         self, inverse: Inverse, running: tuple[Tensor, ...], damping: float, kind: str

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from kfc.kronecker import reciprocal_or_zero
-from kfc.layers.base import Handler, Inverse, Moment, Statistics
+from kfc.layers.base import Handler, Inverse, KeptInputs, Moment, Statistics
 
 
 class NormalisationHandler(Handler):
@@ -23,8 +23,11 @@ class NormalisationHandler(Handler):
     Blocks are (channels, 2, 2), or (channels, 1, 1) where only one of the two is trained.
     """
 
-    treatment = "channel blocks"
     roles: ClassVar[tuple[str, ...]] = ("weight", "bias")
+
+    @property
+    def treatment(self) -> str:
+        return "channel blocks"
 
     @abstractmethod
     def normaliser(self) -> Callable[[Tensor], Tensor]:
@@ -34,7 +37,7 @@ class NormalisationHandler(Handler):
     def channel_rows(self, values: Tensor, examples: int) -> Tensor:
         """Values shaped like the inputs as (rows, locations, channels); a row is of one example."""
 
-    def statistics(self) -> Statistics:
+    def statistics(self, inverse: Inverse | None = None) -> Statistics:
         return _NormalisationStatistics(self)
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -44,7 +47,13 @@ class NormalisationHandler(Handler):
     def summary(self, running: tuple[Tensor, ...]) -> dict[str, Any]:
         return {"block_trace": running[0].diagonal(dim1=-2, dim2=-1).sum().item()}
 
-    def invert(self, running: tuple[Tensor, ...], damping: float, kind: str) -> Inverse:
+    def invert(
+        self,
+        running: tuple[Tensor, ...],
+        damping: float,
+        kind: str,
+        previous: Inverse | None = None,
+    ) -> Inverse:
         return BlockInverse({"inverse": invert_blocks(running[0], damping)})
 
     def inverse_shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
@@ -67,17 +76,11 @@ class NormalisationHandler(Handler):
 class _Kept(NamedTuple):
     """A call's inputs, and how they were normalised then."""
 
-    inputs: Tensor
-    version: int
+    inputs: KeptInputs
     normalise: Callable[[Tensor], Tensor]
 
     def normalised(self, dtype: torch.dtype) -> Tensor:
-        if self.inputs._version != self.version:
-            raise RuntimeError(
-                "the input of a normalisation layer was changed in place after the layer ran, so "
-                "that its statistics cannot be taken; change a copy of it"
-            )
-        return self.normalise(self.inputs.to(dtype))
+        return self.normalise(self.inputs.get(dtype))
 
 
 class _NormalisationStatistics(Statistics):
@@ -90,8 +93,8 @@ class _NormalisationStatistics(Statistics):
         self.total: Tensor | None = None
 
     def forward(self, inputs: Tensor, outputs: Tensor) -> _Kept:
-        # The inputs, which autograd usually keeps too, and not what they become.
-        return _Kept(inputs.detach(), inputs._version, self.handler.normaliser())
+        # The inputs, and not what they become.
+        return _Kept(KeptInputs.of(inputs), self.handler.normaliser())
 
     def backward(self, kept: _Kept, derivatives: Tensor, examples: int) -> None:
         derivatives = derivatives.detach().to(self.handler.dtype)
@@ -122,7 +125,7 @@ class _NormalisationStatistics(Statistics):
         self.total = product if self.total is None else self.total.add_(product)
 
     def moments(self, examples: int) -> tuple[Moment, ...]:
-        return () if self.total is None else (Moment(self.total, examples),)
+        return () if self.total is None else (Moment(self.total, examples, True),)
 
 
 class BlockInverse:

@@ -11,7 +11,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
 from kfc.layers.base import Handler
-from kfc.layers.factored import ConvolutionHandler, LinearHandler, TransposedConvolutionHandler
+from kfc.layers.convolution import ConvolutionHandler, TransposedConvolutionHandler
+from kfc.layers.factored import KroneckerHandler, LinearHandler
 from kfc.layers.normalisation import (
     BatchNormHandler,
     GroupNormHandler,
@@ -19,6 +20,7 @@ from kfc.layers.normalisation import (
     LayerNormHandler,
     RMSNormHandler,
 )
+from kfc.layers.structures import STRUCTURES
 
 
 @dataclass(frozen=True)
@@ -96,25 +98,34 @@ class Plan:
         handlers: by the layer's name in ``named_modules()``; of tied modules, the first one's.
         plain: the reason for the plain gradient, by parameter name.
         layer_of: the (layer, role) of every other parameter, by parameter name.
+        curvature: how the blocks of linear and convolutional layers are approximated.
     """
 
     handlers: dict[str, Handler]
     plain: dict[str, str]
     layer_of: dict[str, tuple[str, str]]
+    curvature: str
 
 
-def plan_layers(model: nn.Module, max_factor_size: int) -> Plan:
-    """Give every parameter of the model a handler, or a reason for having none."""
+def plan_layers(model: nn.Module, max_factor_size: int, curvature: str = "kfc") -> Plan:
+    """Give every parameter of the model a handler, or a reason for having none.
+
+    Args:
+        max_factor_size: factors wider than this keep their diagonal only.
+        curvature: a key of ``kfc.layers.structures.STRUCTURES``.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners = {name: m for name, m in model.named_modules() if _own_parameters(m)}
     treatments = {name: _treatment(name, module) for name, module in owners.items()}
     leaders = _join_tied(owners, treatments)
 
-    plan = Plan({}, {}, {})
+    plan = Plan({}, {}, {}, curvature)
     for name, module in owners.items():
         treatment = treatments[name]
         if isinstance(treatment, Handler) and leaders[name] == name:
             treatment.max_factor_size = max_factor_size
+            if isinstance(treatment, KroneckerHandler):
+                treatment.structure = STRUCTURES[curvature]
             plan.handlers[name] = treatment
         for role, parameter in _own_parameters(module).items():
             key = names[id(parameter)]

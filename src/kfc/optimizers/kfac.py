@@ -21,7 +21,7 @@ from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.objective import Objective
 from kfc.optimizers.quadratic import QuadraticModel, fisher_products, inner_products
 from kfc.periods import Period, is_due
-from kfc.preconditioner import InverseKind, Preconditioner
+from kfc.preconditioner import CurvatureKind, InverseKind, Preconditioner
 from kfc.session import without_autocast
 
 # Where λ begins. (The 150 of the K-FAC paper is for a loss summed over 784 pixels.)
@@ -111,6 +111,7 @@ class KFAC(CurvatureOptimizer):
         likelihood: str | Likelihood = "categorical",
         fisher: FisherKind = "sampled",
         inverse: InverseKind = "factored",
+        curvature: CurvatureKind = "kfc",
         output: Output | None = None,
         seed: int | None = None,
     ) -> None:
@@ -140,6 +141,7 @@ class KFAC(CurvatureOptimizer):
             likelihood=likelihood,
             fisher=fisher,
             inverse=inverse,
+            curvature=curvature,
             output=output,
             seed=seed,
         )

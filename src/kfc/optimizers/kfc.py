@@ -23,7 +23,7 @@ from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.clipping import FisherClip
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.periods import Period, require_period
-from kfc.preconditioner import InverseKind, Preconditioner
+from kfc.preconditioner import CurvatureKind, InverseKind, Preconditioner
 
 
 class KFC(CurvatureOptimizer):
@@ -65,6 +65,8 @@ class KFC(CurvatureOptimizer):
             :class:`kfc.Preconditioner`.
         fisher: which targets the curvature is for.
         inverse: how the damping enters.
+        curvature: how the Fisher blocks are approximated: ``"kfc"``, or for comparison ``"sua"``,
+            ``"prong"``, ``"diagonal"``, ``"ekfac"``.
         output: picks the tensor of outputs from what the model returns.
         seed: of the generator that draws targets.
     """
@@ -91,6 +93,7 @@ class KFC(CurvatureOptimizer):
         likelihood: str | Likelihood = "categorical",
         fisher: FisherKind = "sampled",
         inverse: InverseKind = "factored",
+        curvature: CurvatureKind = "kfc",
         output: Output | None = None,
         seed: int | None = None,
     ) -> None:
@@ -119,6 +122,7 @@ class KFC(CurvatureOptimizer):
             likelihood=likelihood,
             fisher=fisher,
             inverse=inverse,
+            curvature=curvature,
             output=output,
             seed=seed,
         )

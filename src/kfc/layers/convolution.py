@@ -1,0 +1,150 @@
+"""Convolutions, whose rows are patches of their input; transposed ones too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from kfc.layers.factored import KroneckerHandler
+from kfc.patches import Window, patch_chunks, window_moment
+
+
+class ConvolutionHandler(KroneckerHandler):
+    """``nn.Conv1d/2d/3d``: a row is a patch of the input; one pair of factors per group."""
+
+    module: _ConvNd
+
+    @property
+    def groups(self) -> int:
+        return self.module.groups
+
+    @property
+    def offsets(self) -> int:
+        return prod(self.module.kernel_size)
+
+    @property
+    def dims(self) -> int:
+        return len(self.module.kernel_size)
+
+    def window(self) -> Window:
+        conv = self.module
+        return Window.of(
+            self.dims,
+            conv.kernel_size,
+            conv.stride,
+            conv.padding,
+            conv.dilation,
+            conv.groups,
+            conv.padding_mode,
+        )
+
+    def row_source(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        return self.with_batch(inputs)
+
+    def rows_first(self, values: Tensor, examples: int) -> Tensor:
+        return self.with_batch(values)
+
+    def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+        return window_moment(source, self.window(), homogeneous=homogeneous, diagonal=diagonal)
+
+    def activation_rows(self, source: Tensor) -> Tensor:
+        return torch.cat(list(patch_chunks(source, self.window())), dim=1)
+
+    def pixel_rows(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        return self.derivative_rows(inputs)  # inputs lie in memory as outputs do
+
+    def offset_counts(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """By counting: the second moment of the patches of a map of ones."""
+        maps = self.with_batch(inputs)
+        ones = maps.new_ones(1, 1, *maps.shape[2:], dtype=self.dtype)
+        source, window = self.row_source(ones, outputs), replace(self.window(), groups=1)
+        counts = window_moment(source, window, homogeneous=True, diagonal=False).squeeze(0)
+        return len(maps) * self._in_kernel_order(counts)
+
+    def _in_kernel_order(self, counts: Tensor) -> Tensor:
+        return counts
+
+    def derivative_rows(self, derivatives: Tensor) -> Tensor:
+        # (M, groups · I, *T) -> (groups, M · |T|, I)
+        maps = self.with_batch(derivatives)
+        by_group = maps.reshape(len(maps), self.groups, maps.shape[1] // self.groups, -1)
+        return by_group.permute(1, 0, 3, 2).flatten(1, 2)
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        return weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
+
+    def weight_from_matrix(self, matrix: Tensor) -> Tensor:
+        return matrix.reshape(self.weight.shape)
+
+    def with_batch(self, maps: Tensor) -> Tensor:
+        """Convolutions also take a single example without its batch dimension."""
+        return maps if maps.dim() == self.dims + 2 else maps.unsqueeze(0)
+
+
+class TransposedConvolutionHandler(ConvolutionHandler):
+    """``nn.ConvTranspose1d/2d/3d``: a convolution over the input with zeros stuffed in between.
+
+    Row i of the matrix is (bias_i, weight[:, i].flatten()); locations are output locations.
+    """
+
+    module: _ConvTransposeNd
+
+    def window(self) -> Window:
+        conv = self.module
+        ones = (1,) * self.dims
+        none = ((0, 0),) * self.dims
+        return Window(conv.kernel_size, ones, none, conv.dilation, conv.groups)
+
+    def row_source(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """Zeros between the pixels, and as many around them as the kernel reaches the outputs."""
+        conv, maps = self.module, self.with_batch(inputs)
+        sizes = [s * (n - 1) + 1 for n, s in zip(maps.shape[2:], conv.stride, strict=True)]
+        stuffed = maps.new_zeros(*maps.shape[:2], *sizes)
+        everything = slice(None)
+        spaced = tuple(slice(None, None, stride) for stride in conv.stride)
+        place = (everything, everything, *spaced)
+        stuffed[place] = maps
+        padding: list[int] = []
+        for axis in reversed(range(self.dims)):
+            extent = conv.dilation[axis] * (conv.kernel_size[axis] - 1)
+            before = extent - int(conv.padding[axis])
+            # Not from output_padding: a call's output_size= may ask for another.
+            locations = outputs.shape[axis - self.dims]
+            padding += [before, locations + extent - before - sizes[axis]]
+        return F.pad(stuffed, padding)
+
+    def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+        total = super().activation_moment(source, homogeneous=homogeneous, diagonal=diagonal)
+        # A transposed convolution reads its kernel backwards.
+        maps = self.module.in_channels // self.groups
+        order = self._reversed_offsets(maps, homogeneous=homogeneous, device=total.device)
+        return total[:, order] if diagonal else total[:, order][:, :, order]
+
+    def activation_rows(self, source: Tensor) -> Tensor:
+        maps = self.module.in_channels // self.groups
+        order = self._reversed_offsets(maps, homogeneous=False, device=source.device)
+        return super().activation_rows(source)[:, :, order]
+
+    def _in_kernel_order(self, counts: Tensor) -> Tensor:
+        order = self._reversed_offsets(1, homogeneous=True, device=counts.device)
+        return counts[order][:, order]
+
+    def _reversed_offsets(self, maps: int, *, homogeneous: bool, device: torch.device) -> Tensor:
+        index = torch.arange(maps * self.weight[0, 0].numel(), device=device)
+        index = index.reshape(maps, -1).flip(1).flatten()
+        return F.pad(index + 1, (1, 0)) if homogeneous else index
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        # (groups · J, I, *D) -> (groups, I, J · |D|)
+        parts = weight.reshape(self.groups, -1, *weight.shape[1:])
+        return parts.transpose(1, 2).flatten(2)
+
+    def weight_from_matrix(self, matrix: Tensor) -> Tensor:
+        outputs, inputs = matrix.shape[1], self.module.in_channels // self.groups
+        parts = matrix.reshape(self.groups, outputs, inputs, *self.module.kernel_size)
+        return parts.transpose(1, 2).flatten(0, 1)

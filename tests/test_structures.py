@@ -1,0 +1,552 @@
+"""Every approximation of a layer's Fisher block against dense matrices, in float64."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+import kfc
+from kfc.capture import suspended
+from kfc.kronecker import EigenInverse, Factors
+from kfc.layers.structures import STRUCTURES, gradients
+from kfc.layers.structures.ekfac import MeasuredInverse
+from reference import (
+    activation_factor,
+    cross_entropy,
+    derivative_factor,
+    exact_fisher,
+    receptive_rows,
+)
+from test_layers import Locations
+
+pytestmark = pytest.mark.usefixtures("double")
+
+CURVATURES = tuple(STRUCTURES)
+#: Their own factors, or those of KFC.
+FACTORED = ("kfc", "sua", "prong", "ekfac")
+
+LAYERS = {
+    "conv": (lambda: nn.Conv2d(2, 3, 3, padding=1), (4, 2, 4, 3)),
+    "strided groups": (lambda: nn.Conv2d(4, 4, (3, 2), 2, padding=1, groups=2), (3, 4, 4, 5)),
+    "no bias": (lambda: nn.Conv2d(2, 2, 2, bias=False), (5, 2, 3, 4)),
+    "circular": (lambda: nn.Conv1d(2, 3, 3, padding=1, padding_mode="circular"), (6, 2, 4)),
+    "dilated": (lambda: nn.Conv1d(3, 2, 2, dilation=2, padding=1), (4, 3, 5)),
+    "transposed": (lambda: nn.ConvTranspose2d(2, 2, 3, stride=2, padding=1), (3, 2, 3, 2)),
+    "linear": (lambda: nn.Linear(4, 3), (6, 4)),
+    "linear, no bias": (lambda: nn.Linear(3, 3, bias=False), (6, 3)),
+    "linear, locations": (lambda: nn.Linear(3, 2), (4, 3, 3)),
+}
+
+
+def model_of(case: str) -> tuple[nn.Sequential, torch.Tensor]:
+    make, shape = LAYERS[case]
+    layer, inputs = make(), 0.7 + torch.randn(shape)
+    return nn.Sequential(layer, Locations(layer(inputs))), inputs
+
+
+def preconditioned(model, inputs, **options):
+    """The preconditioner and natural gradients after two gatherings of the same batch.
+
+    Two, since the second moments of EKFAC are measured in the bases of the first.
+    """
+    options = {"fisher": "exact", "factor_decay": 0.0, **options}
+    preconditioner = kfc.Preconditioner(model, statistics_period=1, inverse_period=1, **options)
+    for _ in range(2):
+        model.zero_grad()
+        model(inputs).square().sum().backward()
+        plain = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        preconditioner.step()
+    preconditioner.close()
+    return preconditioner, plain
+
+
+def kron(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return torch.kron(left.contiguous(), right.contiguous())
+
+
+# Dense references. A group's coordinates are (i, n): those of a gradient (I, n), row by row.
+
+
+def coordinates(layer: nn.Module) -> torch.Tensor:
+    """(groups, I, n): where each of them is among the layer's parameters, weight before bias."""
+    groups, weight = getattr(layer, "groups", 1), layer.weight
+    index = torch.arange(weight.numel()).reshape(weight.shape)
+    if "Transpose" in type(layer).__name__:
+        index = index.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2)
+    else:
+        index = index.reshape(groups, -1, *weight.shape[1:])
+    index = index.flatten(2)
+    if layer.bias is None:
+        return index
+    bias = weight.numel() + torch.arange(layer.bias.numel()).reshape(groups, -1, 1)
+    return torch.cat([bias, index], dim=2)
+
+
+def exact_blocks(model: nn.Sequential, inputs: torch.Tensor) -> torch.Tensor:
+    """(groups, I · n, I · n)"""
+    with suspended():
+        fisher = exact_fisher(model, inputs, cross_entropy())
+    return torch.stack([fisher[g][:, g] for g in coordinates(model[0]).flatten(1)])
+
+
+def boundary_counts(layer: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """β, (1 + |D|, 1 + |D|): second moments of what each location sees of a map of ones."""
+    if isinstance(layer, nn.Linear):
+        locations = inputs[0].numel() // inputs.shape[-1]
+        return torch.full((2, 2), float(locations))
+    single = type(layer)(
+        1,
+        1,
+        layer.kernel_size,
+        stride=layer.stride,
+        padding=layer.padding,
+        dilation=layer.dilation,
+        padding_mode=layer.padding_mode,
+    )
+    rows = receptive_rows(single, torch.ones_like(inputs[:1, :1]))[0]
+    return rows.T @ rows
+
+
+def uncorrelated_factors(layer: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """Ω of Theorem 4, entry by entry."""
+    channels_last = inputs if isinstance(layer, nn.Linear) else inputs.movedim(1, -1)
+    counts, groups = boundary_counts(layer, inputs), getattr(layer, "groups", 1)
+    result = []
+    for maps in channels_last.chunk(groups, dim=-1):
+        pixels = maps.reshape(-1, maps.shape[-1])
+        mean, covariance = pixels.mean(0), torch.cov(pixels.T, correction=0)
+        entries = [(None, 0)] + [(j, d) for j in range(len(mean)) for d in range(1, len(counts))]
+        factor = torch.zeros(len(entries), len(entries))
+        for row, (j, d) in enumerate(entries):
+            for column, (k, e) in enumerate(entries):
+                moment = (1 if j is None else mean[j]) * (1 if k is None else mean[k])
+                if j is not None and k is not None and d == e:
+                    moment = moment + covariance[j, k]
+                factor[row, column] = counts[d, e] * moment
+        result.append(factor if layer.bias is not None else factor[1:, 1:])
+    return torch.stack(result)
+
+
+def dense_factors(curvature: str, model, inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    layer, rest = copy.deepcopy(model[0]), model[1:]
+    derivative = derivative_factor(
+        rest,
+        layer(inputs),
+        cross_entropy(),
+        getattr(layer, "groups", 1),
+        channels_last=isinstance(layer, nn.Linear),
+    )
+    if curvature in ("kfc", "ekfac"):
+        return activation_factor(layer, inputs), derivative
+    if curvature == "prong":
+        size = derivative.shape[-1]
+        level = derivative.diagonal(dim1=1, dim2=2).mean(1)
+        derivative = level[:, None, None] * torch.eye(size)
+    return uncorrelated_factors(layer, inputs), derivative
+
+
+def damped(curvature: str, model, inputs, damping: float, inverse: str) -> list[torch.Tensor]:
+    """The damped block of each group, dense."""
+    blocks = exact_blocks(model, inputs)
+    identity = torch.eye(blocks.shape[-1])
+    if curvature == "diagonal":
+        return [block.diag().diag() + damping * identity for block in blocks]
+    result = []
+    for omega, gamma, block in zip(*dense_factors(curvature, model, inputs), blocks, strict=True):
+        if curvature == "ekfac":
+            basis = kron(torch.linalg.eigh(gamma)[1], torch.linalg.eigh(omega)[1])
+            diagonal = (basis.T @ block @ basis).diag()
+            result.append(basis @ diagonal.diag() @ basis.T + damping * identity)
+        elif inverse == "eigen":
+            result.append(kron(gamma, omega) + damping * identity)
+        else:
+            pi = ((omega.trace() / len(omega)) / (gamma.trace() / len(gamma))).sqrt()
+            root = math.sqrt(damping)
+            omega = omega + pi * root * torch.eye(len(omega))
+            result.append(kron(gamma + root / pi * torch.eye(len(gamma)), omega))
+    return result
+
+
+@pytest.mark.parametrize("case", LAYERS)
+@pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.parametrize("inverse", ["factored", "eigen"])
+def test_the_natural_gradient_solves_the_damped_dense_block(curvature, case, inverse):
+    model, inputs = model_of(case)
+    _, plain = preconditioned(model, inputs, curvature=curvature, inverse=inverse, damping=0.02)
+    flat = torch.cat([g.flatten() for g in plain])
+    natural = torch.cat([p.grad.flatten() for p in model.parameters()])
+    blocks = damped(curvature, model, inputs, 0.02, inverse)
+    for index, dense in zip(coordinates(model[0]).flatten(1), blocks, strict=True):
+        assert_close(natural[index], torch.linalg.solve(dense, flat[index]), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_the_diagonal_is_that_of_the_exact_block(case):
+    model, inputs = model_of(case)
+    preconditioner, _ = preconditioned(model, inputs, curvature="diagonal")
+    (diagonal,) = preconditioner.curvature.layers["0"].running
+    assert_close(diagonal, exact_blocks(model, inputs).diagonal(dim1=1, dim2=2))
+    assert preconditioner.factors == {}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_second_moments_are_the_exact_blocks_diagonal_in_the_eigenbasis(case):
+    model, inputs = model_of(case)
+    preconditioner = kfc.Preconditioner(
+        model, fisher="exact", curvature="ekfac", factor_decay=0.0, statistics_period=1
+    )
+    for measured in (False, True):
+        model(inputs).sum().backward()
+        preconditioner.step()
+        inverse = preconditioner.curvature.layers["0"].inverse
+        assert inverse.measured == measured
+        factors = dense_factors("ekfac", model, inputs)
+        for group, (omega, gamma) in enumerate(zip(*factors, strict=True)):
+            basis = dense_basis(inverse, group)
+            # Until they are measured, what the factors make of them.
+            block = exact_blocks(model, inputs)[group] if measured else kron(gamma, omega)
+            expected = (basis.T @ block @ basis).diag()
+            found = inverse.tensors["eigenvalues"][group].flatten()
+            assert_close(found, expected, atol=1e-10, rtol=1e-7)
+
+
+@pytest.mark.parametrize("case", LAYERS)
+@pytest.mark.parametrize("curvature", FACTORED)
+def test_factors_are_the_expanded_ones(curvature, case):
+    model, inputs = model_of(case)
+    preconditioner, _ = preconditioned(model, inputs, curvature=curvature)
+    factors = preconditioner.factors["0"]
+    activation, derivative = dense_factors(curvature, model, inputs)
+    if curvature == "prong":
+        derivative = derivative.diagonal(dim1=1, dim2=2)
+    if getattr(model[0], "groups", 1) == 1:
+        activation, derivative = activation[0], derivative[0]
+    assert_close(factors.activation, activation)
+    assert_close(factors.derivative, derivative)
+    summary = preconditioner.diagnostics["layers"]["0"]
+    assert {"pi", "activation_trace", "derivative_trace", "damping"} <= set(summary)
+
+
+# What EKFAC carries from basis to basis
+
+
+def random_factor(groups: int, size: int) -> torch.Tensor:
+    rows = torch.randn(groups, size + 2, size)
+    return rows.mT @ rows
+
+
+def dense_basis(inverse: EigenInverse, group: int) -> torch.Tensor:
+    m, n = inverse.tensors["eigenvalues"].shape[1:]
+    parts = []
+    for name, size in (("derivative_basis", m), ("activation_basis", n)):
+        basis = inverse.tensors.get(name)
+        parts.append(torch.eye(size) if basis is None else basis[group])
+    return kron(*parts)
+
+
+@pytest.mark.parametrize("wide", ["neither", "activation", "derivative"])
+def test_second_moments_are_carried_into_new_bases(wide):
+    def some_inverse():
+        factors = {"activation": random_factor(2, 4), "derivative": random_factor(2, 3)}
+        if wide in factors:
+            factors[wide] = factors[wide].diagonal(dim1=1, dim2=2)
+        return MeasuredInverse(EigenInverse.of(Factors(**factors), 0.1).tensors)
+
+    old, new = some_inverse(), some_inverse()
+    moments = torch.rand(2, 3, 4)
+    old = old.averaged(moments.flatten(1), 0.9)
+    assert_close(old.tensors["eigenvalues"], moments)
+    carried = new.continuing(old)
+    assert carried.measured
+    for group in range(2):
+        turn = dense_basis(new, group).T @ dense_basis(old, group)
+        expected = (turn @ moments[group].flatten().diag() @ turn.T).diag()
+        assert_close(carried.tensors["eigenvalues"][group].flatten(), expected)
+
+
+def test_second_moments_average_and_are_used_at_once():
+    """Also between renewals of the bases, and in the new bases after one."""
+    model, _ = model_of("conv")
+    preconditioner = kfc.Preconditioner(
+        model,
+        fisher="exact",
+        curvature="ekfac",
+        damping=0.01,
+        factor_decay=0.75,
+        statistics_period=1,
+        inverse_period=4,
+    )
+    basis = expected = None
+    for step in range(1, 6):
+        inputs, before = torch.randn(4, 2, 4, 3), basis
+        model.zero_grad()
+        model(inputs).square().sum().backward()
+        index = coordinates(model[0]).flatten()
+        flat = torch.cat([p.grad.flatten() for p in model.parameters()])[index]
+        preconditioner.step()
+        basis = dense_basis(preconditioner.curvature.layers["0"].inverse, 0)
+        if step > 1:
+            block = exact_blocks(model, inputs)[0]
+            new = (before.T @ block @ before).diag()
+            expected = new if expected is None else 0.75 * expected + 0.25 * new
+            if step == 4:
+                turn = basis.T @ before
+                assert not torch.allclose(turn.square(), torch.eye(len(turn)))
+                expected = (turn @ expected.diag() @ turn.T).diag()
+            else:
+                assert torch.equal(before, basis)
+            dense = basis @ (expected + 0.01).diag() @ basis.T
+            natural = torch.cat([p.grad.flatten() for p in model.parameters()])[index]
+            assert_close(natural, torch.linalg.solve(dense, flat), rtol=1e-7, atol=1e-9)
+
+
+def test_without_damping_directions_without_gradients_stay_put():
+    """Rounding would otherwise be all that is left of a rank-deficient block."""
+    model = nn.Sequential(nn.Linear(20, 3))
+    inputs = torch.randn(5, 20)
+    preconditioned(model, inputs, curvature="ekfac", damping=0.0)
+    natural = torch.cat([model[0].bias.grad[:, None], model[0].weight.grad], dim=1)
+    rows = torch.cat([torch.ones(5, 1), inputs], dim=1)
+    outside = natural - natural @ torch.linalg.pinv(rows) @ rows
+    assert outside.norm() < 1e-6 * natural.norm()
+
+
+# Calls, rows and parts of batches
+
+
+class Twice(nn.Module):
+    """One layer, called twice, and once on something that does not reach the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(2, 2, 3, padding=1)
+        self.register_buffer("mix", torch.randn(10, 3) / 3)
+
+    def forward(self, x):
+        first = self.layer(x)
+        self.layer(x[:, :, 1:])
+        second = self.layer(first.tanh()[:, :, :-1])
+        return torch.cat([first.sum(2), second.flatten(1)], dim=1).sin() @ self.mix
+
+
+def test_gradients_of_several_calls_add_up_before_they_are_squared():
+    model, inputs = Twice(), torch.randn(5, 2, 5)
+    diagonal, _ = preconditioned(model, inputs, curvature="diagonal")
+    fisher = exact_fisher(model, inputs, cross_entropy())
+    block = fisher[coordinates(model.layer)[0].flatten()]
+    block = block[:, coordinates(model.layer)[0].flatten()]
+    assert_close(diagonal.curvature.layers["layer"].running[0][0], block.diag())
+    measured, _ = preconditioned(model, inputs, curvature="ekfac")
+    inverse = measured.curvature.layers["layer"].inverse
+    basis = dense_basis(inverse, 0)
+    expected = (basis.T @ block @ basis).diag()
+    assert_close(inverse.tensors["eigenvalues"].flatten(), expected)
+
+
+def test_pixels_and_counts_of_several_calls_add_up():
+    model, inputs = Twice(), torch.randn(5, 2, 5)
+    preconditioner, _ = preconditioned(model, inputs, curvature="sua")
+    pixel, counts, _ = preconditioner.curvature.layers["layer"].running
+    with torch.no_grad():
+        second = model.layer(inputs).tanh()[:, :, :-1]
+    rows = torch.cat([x.movedim(1, -1).reshape(-1, 2) for x in (inputs, second)])
+    rows = torch.cat([torch.ones(len(rows), 1), rows], dim=1)
+    assert_close(pixel[0], rows.T @ rows / len(rows))
+    expected = boundary_counts(model.layer, inputs) + boundary_counts(model.layer, second)
+    assert_close(counts, expected)
+    factors = kfc.Preconditioner(model, fisher="exact")
+    model(inputs).sum().backward()
+    factors.step()
+    assert_close(preconditioner.factors["layer"].derivative, factors.factors["layer"].derivative)
+
+
+class Frames(nn.Module):
+    """(N, F, 3) through one linear layer, in one of several orders."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.layer, self.order = nn.Linear(3, 4), order
+
+    def forward(self, x):
+        n, f, _ = x.shape
+        if self.order == "folded":
+            return self.layer(x.flatten(0, 1)).reshape(n, f, 4).tanh().sum(1)
+        if self.order == "sequence first":
+            return self.layer(x.transpose(0, 1)).tanh().sum(0)
+        if self.order == "one by one":
+            return torch.stack([self.layer(one).tanh().sum(0) for one in x])
+        return self.layer(x).tanh().sum(1)
+
+
+@pytest.mark.parametrize("order", ["folded", "sequence first"])
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_frames_are_locations_of_their_example_in_any_order(curvature, order):
+    inputs = torch.randn(4, 3, 3)
+    direct, other = Frames("direct"), Frames(order)
+    other.load_state_dict(direct.state_dict())
+    for model in (direct, other):
+        preconditioned(model, inputs, curvature=curvature)
+    assert_close([p.grad for p in other.parameters()], [p.grad for p in direct.parameters()])
+
+
+def test_rows_that_are_not_of_one_example_each_count_on_their_own():
+    class Pairs(nn.Module):
+        """A vector at a time: a row of its own, whatever the number of examples."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 4)
+
+        def forward(self, x):
+            return torch.stack([self.layer(one) for one in x])
+
+    model, inputs = Pairs(), torch.randn(4, 3)
+    batched = nn.Sequential(copy.deepcopy(model.layer))
+    one, _ = preconditioned(model, inputs, curvature="diagonal")
+    other, _ = preconditioned(batched, inputs, curvature="diagonal")
+    assert_close(one.curvature.layers["layer"].running, other.curvature.layers["0"].running)
+    maps, signal = nn.Conv1d(2, 3, 2), torch.randn(3, 2, 7)
+
+    class Inside(nn.Module):
+        def __init__(self, together: bool) -> None:
+            super().__init__()
+            self.conv, self.together = copy.deepcopy(maps), together
+
+        def forward(self, x):
+            if self.together:
+                return self.conv(x).tanh().sum(-1)
+            return torch.stack([self.conv(single).tanh().sum(-1) for single in x])
+
+    results = [
+        preconditioned(Inside(together), signal, curvature="diagonal")[0].curvature
+        for together in (True, False)
+    ]
+    assert_close(*(result.layers["conv"].running for result in results))
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_micro_batches_are_one_batch(curvature):
+    whole = nn.Sequential(nn.Conv2d(1, 2, 2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(32, 3))
+    parts = copy.deepcopy(whole)
+    x, y = torch.randn(6, 1, 3, 3), torch.randint(3, (6,))
+    options = {"curvature": curvature, "fisher": "exact", "statistics_period": 1}
+    one, other = kfc.Preconditioner(whole, **options), kfc.Preconditioner(parts, **options)
+    for _ in range(3):
+        whole.zero_grad()
+        F.cross_entropy(whole(x), y).backward()
+        one.step()
+        parts.zero_grad()
+        for rows in (slice(0, 4), slice(4, 6)):
+            share = len(x[rows]) / len(x)
+            (share * F.cross_entropy(parts(x[rows]), y[rows])).backward()
+        other.step()
+        assert_close([p.grad for p in parts.parameters()], [p.grad for p in whole.parameters()])
+
+
+@pytest.mark.parametrize("curvature", ["diagonal", "ekfac"])
+def test_a_few_examples_at_a_time_give_the_same(curvature, monkeypatch):
+    model, inputs = Twice(), torch.randn(5, 2, 5)
+    twin = copy.deepcopy(model)
+    preconditioned(model, inputs, curvature=curvature)
+    sizes = []
+    real = gradients._Call.part
+    monkeypatch.setattr(
+        gradients._Call, "part", lambda *args: sizes.append(real(*args).examples) or real(*args)
+    )
+    # An example's rows and gradient: 9 · 7 + 2 · 7 numbers.
+    monkeypatch.setattr(gradients, "CHUNK_ELEMENTS", 2 * 77)
+    preconditioned(twin, inputs, curvature=curvature)
+    assert set(sizes) == {2, 1}
+    assert_close([p.grad for p in twin.parameters()], [p.grad for p in model.parameters()])
+
+
+def test_the_empirical_diagonal_is_of_the_datas_gradients():
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 3))
+    x, y = torch.randn(5, 2, 4), torch.randint(3, (5,))
+    preconditioner = kfc.Preconditioner(model, fisher="empirical", curvature="diagonal")
+    F.cross_entropy(model(x), y).backward()
+    preconditioner.step()
+    squares = [torch.zeros_like(p) for p in model.parameters()]
+    for one, label in zip(x, y, strict=True):
+        model.zero_grad()
+        F.cross_entropy(model(one[None]), label[None]).backward()
+        for total, parameter in zip(squares, model.parameters(), strict=True):
+            total += parameter.grad**2 / len(x)
+    for name, weight, bias in (("0", *squares[:2]), ("3", *squares[2:])):
+        (running,) = preconditioner.curvature.layers[name].running
+        assert_close(running[0], torch.cat([bias[:, None], weight.flatten(1)], dim=1).flatten())
+
+
+# Frozen parts and wide factors
+
+
+@pytest.mark.parametrize("case", ["conv", "strided groups", "linear"])
+@pytest.mark.parametrize("frozen", ["bias", "weight"])
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_a_frozen_part_has_no_coordinates(curvature, frozen, case):
+    model, inputs = model_of(case)
+    layer = model[0]
+    by_group = coordinates(layer).flatten(1)
+    is_bias = by_group[0] >= layer.weight.numel()
+    kept = ~is_bias if frozen == "bias" else is_bias
+    still = getattr(layer, frozen).requires_grad_(False)
+    _, plain = preconditioned(model, inputs, curvature=curvature, inverse="eigen", damping=0.02)
+    assert still.grad is None
+    still.requires_grad_(True)
+    natural = flattened(model, [p.grad for p in model.parameters()])
+    blocks = frozen_blocks(curvature, model, inputs, kept, frozen)
+    for index, dense in zip(by_group[:, kept], blocks, strict=True):
+        dense = dense + 0.02 * torch.eye(len(dense))
+        expected = torch.linalg.solve(dense, flattened(model, plain)[index])
+        assert_close(natural[index], expected)
+
+
+def flattened(model, gradients) -> torch.Tensor:
+    pairs = zip(model.parameters(), gradients, strict=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in pairs])
+
+
+def frozen_blocks(curvature, model, inputs, kept, frozen):
+    """The undamped block of the coordinates that are kept, for each group."""
+    blocks = exact_blocks(model, inputs)[:, kept][:, :, kept]
+    if curvature == "diagonal":
+        return [block.diag().diag() for block in blocks]
+    activation, derivative = dense_factors(curvature, model, inputs)
+    part = slice(1, None) if frozen == "bias" else slice(0, 1)
+    result = []
+    for omega, gamma, block in zip(activation[:, part, part], derivative, blocks, strict=True):
+        if curvature != "ekfac":
+            result.append(kron(gamma, omega))
+            continue
+        basis = kron(torch.linalg.eigh(gamma)[1], torch.linalg.eigh(omega)[1])
+        result.append(basis @ (basis.T @ block @ basis).diag().diag() @ basis.T)
+    return result
+
+
+@pytest.mark.parametrize("case", ["conv", "strided groups", "no bias", "linear"])
+@pytest.mark.parametrize("curvature", FACTORED)
+def test_wide_factors_keep_their_diagonals(curvature, case):
+    model, inputs = model_of(case)
+    _, rows = kfc.layers.handler_for(model[0]).sizes()
+    preconditioner, plain = preconditioned(
+        model, inputs, curvature=curvature, max_factor_size=rows, damping=0.02, inverse="eigen"
+    )
+    text = preconditioner.describe()
+    assert f"activation factor wider than {rows}: diagonal only" in text
+    flat = torch.cat([g.flatten() for g in plain])
+    natural = torch.cat([p.grad.flatten() for p in model.parameters()])
+    blocks = exact_blocks(model, inputs)
+    factors = dense_factors(curvature, model, inputs)
+    for index, omega, gamma, block in zip(
+        coordinates(model[0]).flatten(1), *factors, blocks, strict=True
+    ):
+        dense = kron(gamma, omega.diag().diag())
+        if curvature == "ekfac":
+            basis = kron(torch.linalg.eigh(gamma)[1], torch.eye(len(omega)))
+            dense = basis @ (basis.T @ block @ basis).diag().diag() @ basis.T
+        dense = dense + 0.02 * torch.eye(len(dense))
+        assert_close(natural[index], torch.linalg.solve(dense, flat[index]))
