@@ -182,6 +182,7 @@ def test_divergence_has_its_own_exit_code_and_a_diagnosis(tmp_path):
         (["--data", "digits", "--device", "meta"], 2, "no meta to compute on"),
         (["--data", "digits", "--device", "cuda:9"], 2, "device"),
         (["--data", "digits", "--fisher", "guess"], 2, "fisher"),
+        (["--data", "digits", "--curvature", "guess"], 2, "curvature must be one of"),
         (["--data", "digits", "--out", "/proc/nowhere/run"], 1, "cannot be written"),
         (["--data", "mnist", "--data-dir", "/proc/nowhere"], 1, "mnist"),
         (["--resume", "nowhere"], 1, "is not a run"),

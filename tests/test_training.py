@@ -50,6 +50,15 @@ def test_settings_are_filled_in_from_network_and_optimizer():
     assert config_from_dict(config.to_dict()) == config
 
 
+def test_a_run_may_be_older_than_an_option(digits, tmp_path):
+    values = config_of(updates=1).to_dict()
+    del values["options"]["curvature"]
+    trainer = Trainer.start(tmp_path / "run", config_from_dict(values), digits, name="run")
+    trainer.advance()
+    trainer.close()
+    assert trainer.end["reason"] == "updates"
+
+
 @pytest.mark.parametrize(
     ("wishes", "words"),
     [
@@ -98,6 +107,13 @@ def test_every_optimizer_learns_the_digits(digits, tmp_path, name):
     trainer = run(tmp_path / "run", digits, optimizer=name, epochs=6, weight_decay=1e-4)
     assert trainer.end["reason"] == "epochs"
     assert trainer.last_evaluation["train_error"] < 10
+
+
+@pytest.mark.parametrize("name", ["kfc", "kfac"])
+def test_a_curvature_is_an_option(digits, tmp_path, name):
+    trainer = run(tmp_path / "run", digits, optimizer=name, curvature="prong", updates=3)
+    assert read_record(tmp_path / "run").config.options["curvature"] == "prong"
+    assert trainer.parts.optimizer.preconditioner.plan.curvature == "prong"
 
 
 def test_soap_is_asked_for_by_name(digits, tmp_path):

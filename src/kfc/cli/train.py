@@ -30,6 +30,7 @@ from kfc.experiments.networks import NETWORKS
 from kfc.experiments.optimizers import OPTIMIZERS
 from kfc.experiments.runs import RunError, RunFolder, read_record
 from kfc.experiments.training import Row, Trainer
+from kfc.layers.structures import STRUCTURES
 
 
 def _of_data(text: str) -> Any:
@@ -92,6 +93,7 @@ def train(
     ] = None,
     fisher: Annotated[Text, _of_optimizer("sampled, exact or empirical, of both.")] = None,
     inverse: Annotated[Text, _of_optimizer("factored or eigen, of both.")] = None,
+    curvature: Annotated[Text, _of_optimizer(f"{_listed(STRUCTURES)}, of both.")] = None,
     beta1: Annotated[Number, _of_optimizer("Of adam, adamw, soap.")] = None,
     beta2: Annotated[Number, _of_optimizer("Of adam, adamw, soap.")] = None,
     adamw_lr: Annotated[Number, _of_optimizer("Of what muon leaves to AdamW.")] = None,

@@ -207,7 +207,7 @@ def _require_at_most(name: str, value: int, most: int) -> None:
 def _check_options(config: RunConfig) -> None:
     """Numbers where numbers belong; what they may be is for the optimizer to say."""
     for name, default in OPTIMIZERS[config.optimizer].options.items():
-        value = config.options[name]
+        value = config.options.get(name, default)  # a run may be older than an option
         if isinstance(default, str):
             if not isinstance(value, str):
                 raise ValueError(f"{name} must be a word such as {default!r}, got {value!r}")

@@ -197,6 +197,7 @@ CURVATURE_OPTIONS = {
     "inverse_period": None,
     "fisher": "sampled",
     "inverse": "factored",
+    "curvature": "kfc",
 }
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
