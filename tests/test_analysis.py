@@ -1,6 +1,8 @@
 """Comparisons of approximations, tests of assumptions, correlations over space and maps."""
 
 import itertools
+import math
+from importlib import import_module
 
 import pytest
 import torch
@@ -189,6 +191,20 @@ def white(*shape, seed=0):
 def smooth(noise):
     """Averages of neighbours along the last dimension: a correlation of one half between them."""
     return noise + noise.roll(1, -1)
+
+
+def test_of_many_maps_some_are_looked_at(monkeypatch):
+    module = import_module("kfc.analysis.assumptions")  # the package has a function of that name
+    monkeypatch.setattr(module, "MOST_MAPS", 4)
+    inputs, derivatives = white(20, 1, 4, 4), smooth(white(1, 20, 9, 4, 4, seed=1))
+    some = analysis.assumptions(record_of(inputs, derivatives[:, :, [0, 3, 6]]))["WD"]
+    assert analysis.assumptions(record_of(inputs, derivatives))["WD"] == some
+
+
+def test_derivatives_of_zero_are_no_trouble():
+    found = analysis.assumptions(record_of(white(20, 1, 4, 4), torch.zeros(1, 20, 3, 4, 4)))
+    assert found["SUD"].verdict == "unknown"
+    assert math.isnan(found["WD"].measures["spread of the maps' variances"].value)
 
 
 def test_assumptions_hold_for_what_they_describe():

@@ -34,6 +34,12 @@ class Maps:
         mean = self._values.double().mean(dims)
         return Maps(self._values, mean.reshape(-1, *(1,) * len(self.size)))
 
+    def at_most(self, count: int) -> Maps:
+        """All maps, or evenly chosen ones."""
+        step = max(1, -(-self.maps // count))
+        centre = None if self._centre is None else self._centre[::step]
+        return Maps(self._values[:, :, ::step], centre)
+
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """(part, values in double precision)"""
         elements = self._values[:, 0].numel() * 4
@@ -117,16 +123,23 @@ def autocorrelation(maps: Maps, reach: int = DEFAULT_REACH) -> Tensor:
     return correlations_by_offset(products_by_offset(maps, reach).sum(0), maps.size, reach)
 
 
-def cross_map_moments(maps: Maps, location: Sequence[int] | None = None) -> Tensor:
-    """(examples, maps, maps): Σ over draws (and locations, if none is given) of x_i x_j."""
+def cross_map_moments(maps: Maps) -> Tensor:
+    """(examples, maps, maps): Σ over draws and locations of x_i x_j."""
     found = []
     for _, values in maps.chunks():
-        chosen = values.flatten(3) if maps.size else values.unsqueeze(-1)
-        if location is not None and maps.size:
-            chosen = at_location(values, location).unsqueeze(-1)
-        by_map = chosen.permute(1, 2, 0, 3).flatten(2)
+        by_map = values.flatten(3) if maps.size else values.unsqueeze(-1)
+        by_map = by_map.permute(1, 2, 0, 3).flatten(2)
         found.append(by_map @ by_map.mT)
     return torch.cat(found)
+
+
+def cross_map_moment_at(maps: Maps, location: Sequence[int]) -> Tensor:
+    """(maps, maps): Σ over draws and examples of x_i x_j at one location."""
+    total = torch.zeros((), dtype=torch.float64)
+    for _, values in maps.chunks():
+        by_map = at_location(values, location).flatten(0, 1)
+        total = total.to(by_map) + by_map.mT @ by_map
+    return total
 
 
 def correlation_matrix(moments: Tensor) -> Tensor:
@@ -161,5 +174,5 @@ def correlations(record: LayerRecord, reach: int = DEFAULT_REACH) -> Correlation
     across = []
     for maps in both:
         middle = [length // 2 for length in maps.size]
-        across.append(correlation_matrix(cross_map_moments(maps, middle).sum(0)))
+        across.append(correlation_matrix(cross_map_moment_at(maps, middle)))
     return Correlations(offsets[0], offsets[1], across[0], across[1])
