@@ -12,7 +12,9 @@ from kfc.experiments.runs import read_record
 
 SMALL = ("--data", "digits", "--epochs", "1", "--threads", "1")
 PROGRAM = "import sys; sys.argv[0] = 'kfc'; from kfc.cli import app; app(prog_name='kfc')"
-COMMANDS = ["demo", "train", "compare", "report", "bench", "data", "data list", "data get"]
+COMMANDS = [
+    *("demo", "train", "compare", "report", "inspect", "bench", "data", "data list", "data get")
+]
 
 
 @pytest.fixture(scope="module")

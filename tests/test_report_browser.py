@@ -1,23 +1,11 @@
 """The page as people see it: in a real browser, wide and narrow."""
 
-import os
-import shutil
-from contextlib import contextmanager
-
 import pytest
 
+from browsing import NASTY, WIDTHS, figure_ids, opened, page_width, running_browser
 from kfc.report.page import write_page
 from report_runs import make_run
 
-sync_api = pytest.importorskip("playwright.sync_api")
-
-NASTY = "<img src=x onerror=alert(1)>"
-WIDTHS = (1400, 400)
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-QUIET = (
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
-)
 CURVES = {"curve-train_loss", "curve-test_loss", "curve-train_error", "curve-test_error"}
 INSIDE_KFC = {
     *("fisher-norm", "clip-factor"),
@@ -31,37 +19,8 @@ INSIDE_KFAC = {
 
 @pytest.fixture(scope="module")
 def browser():
-    program = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if program is None:
-        message = f"no browser: none of {', '.join(BROWSERS)} is installed"
-        if os.environ.get("KFC_REQUIRE_BROWSER") == "1":
-            pytest.fail(message)
-        pytest.skip(message)
-    with sync_api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=program, args=list(QUIET))
+    with running_browser() as running:
         yield running
-        running.close()
-
-
-@contextmanager
-def opened(browser, path, width):
-    """The page at that width; in the end nothing may have gone wrong, or been fetched."""
-    faults = []
-    address = path.as_uri()
-    page = browser.new_page(viewport={"width": width, "height": 900})
-    page.on("console", lambda message: faults.append(f"{message.type}: {message.text}"))
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("dialog", lambda dialog: faults.append(dialog.message))
-    page.on("request", lambda request: _note_request(request.url, address, faults))
-    page.goto(address)
-    yield page
-    page.close()
-    assert faults == []
-
-
-def _note_request(url, address, faults):
-    if url != address and not url.startswith("data:"):
-        faults.append(f"request of {url}")
 
 
 @pytest.fixture(scope="module")
@@ -95,20 +54,12 @@ def wide_page(browser, comparison):
         yield page
 
 
-def figure_ids(page):
-    return set(page.eval_on_selector_all(".plot", "plots => plots.map(plot => plot.id)"))
-
-
 def undrawn(page):
     """Figures without a line, a marker or a bar of some size."""
     return page.evaluate("""() => [...document.querySelectorAll(".plot")].filter((plot) => {
         const marks = plot.querySelectorAll(".trace path, .trace .point path");
         return ![...marks].some((mark) => mark.getBoundingClientRect().width > 1);
     }).map((plot) => plot.id)""")
-
-
-def page_width(page):
-    return page.evaluate("document.documentElement.scrollWidth")
 
 
 def axis_title(page, figure="curve-train_loss"):

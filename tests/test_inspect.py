@@ -1,0 +1,402 @@
+"""`kfc inspect`: what it prints, its JSON beside the analysis itself, its page, wrong arguments."""
+
+import json
+import math
+import signal
+import time
+
+import plotly.graph_objects as go
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kfc.analysis as analysis
+from commands import assert_clear_error, kfc, kfc_here, start_kfc
+from inspected_networks import inspect_small, small_network, subject_of
+from kfc.experiments.config import ConfigError
+from kfc.experiments.data import Inputs, load
+from kfc.experiments.findings import InspectionSettings, thinned_ranks
+from kfc.experiments.networks import build
+from kfc.report.heatmaps import MOST_MAPS, cross_map_figure, offset_figure, shown_maps
+from kfc.report.inspection import inspection_sections, write_inspection_page
+from kfc.report.verdicts import ASSUMPTIONS, notes_of, quality_rows, verdict_rows
+
+FEW = ("--examples", "16", "--samples", "2", "--reach", "2", "--threads", "1")
+NETWORKS = """
+from torch import nn
+
+def pooled(pool):
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), pool, nn.Flatten(), nn.Linear(64, 10)
+    )
+
+def highest():
+    return pooled(nn.MaxPool2d(2))
+
+def average():
+    return pooled(nn.AvgPool2d(2))
+
+def normalised():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.Flatten(),
+        nn.Linear(144, 10),
+    )
+
+def plain():
+    return nn.Sequential(nn.Flatten(), Bilinear())
+
+class Bilinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Bilinear(64, 64, 10)
+
+    def forward(self, x):
+        return self.layer(x, x)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "run"
+    length = ("--updates", "15", "--batch-size", "64", "--lr", "0.05")
+    done = kfc_here("train", "--data", "digits", "--optimizer", "sgd", *length, "--out", path)
+    assert done.returncode == 0, done.stdout
+    return path
+
+
+@pytest.fixture
+def own_networks(tmp_path, monkeypatch):
+    (tmp_path / "inspectable.py").write_text(NETWORKS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def inspected(*arguments):
+    """The first inspection, in this process, where progress stands before the JSON."""
+    done = kfc_here("inspect", *arguments, "--json")
+    assert done.returncode == 0, done.stdout
+    return json.loads(done.stdout.splitlines()[-1])["inspections"][0]
+
+
+# What it prints and writes
+
+
+def test_tables_and_a_page(run, tmp_path):
+    done = kfc("inspect", run, *FEW, "--layer", "0", "--layer", "7", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for word in ("IAD", "SUD", "fails", "Frobenius", "0 (Conv2d)", "7 (Linear)", "KFC", "PRONG"):
+        assert word in done.stdout
+    assert f"Page: {tmp_path / 'inspect.html'}" in done.stdout
+    page = (tmp_path / "inspect.html").read_text()
+    for section in ("verdict", "derivatives", "activations", "spectra", "approximations"):
+        assert f'<section id="{section}">' in page
+    assert "<script src=" not in page
+    assert len(page) < 8e6
+    assert [path.name for path in tmp_path.iterdir()] == ["inspect.html"]
+
+
+def test_json_has_the_numbers_of_the_analysis(run, tmp_path):
+    names = ("--approximation", "kfc", "--approximation", "unit-wise")
+    done = kfc("inspect", run, *FEW, *names, "--layer", "3", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (layer,) = json.loads(done.stdout)["inspections"][0]["layers"]
+    assert "100%" in done.stderr, "progress goes elsewhere"
+    assert list(tmp_path.iterdir()) == [], "no page unless it is asked for"
+
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    digits = load("digits")
+    model = build("digits", image=(1, 8, 8), classes=10, init="kaiming", seed=0).eval()
+    model.load_state_dict(state["averages"])
+    images = Inputs.normalised(digits.train)(digits.train.images[:16])
+    labels = torch.from_numpy(digits.train.labels[:16].copy())
+
+    record = analysis.record_layer(model, images, "3", samples=2)
+    for name, found in analysis.assumptions(record, reach=2).items():
+        assert layer["assumptions"][name]["verdict"] == found.verdict
+        assert layer["assumptions"][name]["value"] == pytest.approx(found.deciding.value, rel=1e-3)
+    correlations = torch.tensor(layer["correlations"]["derivative_offsets"])
+    expected = analysis.correlations(record, 2).derivative_offsets
+    torch.testing.assert_close(correlations, expected.float(), rtol=1e-3, atol=1e-5)
+    expected = analysis.compare_approximations(
+        model,
+        images,
+        ["3"],
+        loss=lambda outputs: F.cross_entropy(outputs, labels),
+        approximations=["kfc", "unit-wise"],
+    )["3"]
+    assert layer["shape"] == list(expected.shape) == [1, 32, 145]
+    assert layer["comparison"]["gradients"] == 160
+    assert list(layer["comparison"]["approximations"]) == ["kfc", "unit-wise"]
+    for name, quality in expected.approximations.items():
+        found = layer["comparison"]["approximations"][name]
+        for measure in ("frobenius_error", "operator_error", "cosine", "decrease", "trace_ratio"):
+            assert found[measure] == pytest.approx(getattr(quality, measure), rel=1e-3)
+        assert found["positive"] is quality.positive
+        ranks = torch.tensor(found["spectrum"]["ranks"])
+        assert len(ranks) <= 400
+        assert ranks[-1] == found["spectrum"]["count"] == len(quality.spectrum)
+        values = torch.tensor(found["spectrum"]["values"], dtype=torch.float64)
+        largest = float(quality.spectrum[0])
+        torch.testing.assert_close(
+            values, quality.spectrum[ranks - 1].double(), rtol=1e-3, atol=1e-5 * largest
+        )
+
+
+def test_raw_parameters_are_others(run):
+    arguments = (run, *FEW, "--layer", "7", "--approximation", "kfc")
+    averaged, raw, again = (
+        inspected(*arguments, *kind) for kind in ([], ["--parameters", "raw"], [])
+    )
+    assert averaged["layers"] == again["layers"]
+    assert averaged["layers"] != raw["layers"]
+    assert averaged["training"]["update"] == raw["training"]["update"] == 15
+    assert averaged["training"]["train_loss"] != raw["training"]["train_loss"]
+    assert raw["subject"]["parameters"] == "raw"
+
+
+def test_a_run_is_left_as_it_was(run):
+    before = {file.name: file.read_bytes() for file in run.iterdir()}
+    inspected(run, *FEW, "--layer", "0", "--approximation", "kfc")
+    assert {file.name: file.read_bytes() for file in run.iterdir()} == before
+
+
+def test_fresh_networks_side_by_side(own_networks):
+    """Figure 1: max pooling makes derivatives uncorrelated over space, average pooling does not."""
+    nets = ("--net", "inspectable:highest", "--net", "inspectable:average")
+    arguments = ("--data", "digits", *nets, *FEW, "--layer", "0", "--approximation", "kfc")
+    done = kfc("inspect", *arguments, "--json", "-o", "page.html")
+    found = json.loads(done.stdout)["inspections"]
+    assert [one["label"] for one in found] == ["inspectable:highest", "inspectable:average"]
+    highest, average = (one["layers"][0]["assumptions"]["SUD"] for one in found)
+    assert highest["verdict"] == "holds"
+    assert average["verdict"] == "fails"
+    assert "Page: " in done.stderr
+    page = (own_networks / "page.html").read_text()
+    for label in ("inspectable:highest", "inspectable:average"):
+        assert f"{label}: correlation over space" in page
+
+
+def test_two_runs_of_one_name_are_told_apart(run, tmp_path):
+    arguments = (*FEW, "--layer", "0", "--approximation", "kfc", "-o", tmp_path / "page.html")
+    done = kfc_here("inspect", run, run, *arguments)
+    assert done.returncode == 0, done.stdout
+    assert f"run ({run}): correlation over space" in (tmp_path / "page.html").read_text()
+
+
+def test_a_network_that_gives_pixels_back():
+    net = ("--data", "digits", "--net", "digits-autoencoder", "--samples-exact", "4")
+    (layer,) = inspected(*net, *FEW, "--layer", "3", "--approximation", "kfc")["layers"]
+    assert layer["correlations"] is None
+    assert list(layer["assumptions"]) == ["IAD", "WD"]
+    assert layer["comparison"]["targets"] == "4 drawn for each example"
+
+
+# Wrong arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ([], 2, "name folders of runs, or --net and --data"),
+        (["--net", "digits"], 2, "name a data set"),
+        (["--data", "imagenet"], 2, "data must be one of"),
+        (["--data", "digits", "--net", "lenet"], 2, "no network 'lenet'"),
+        (["--data", "digits", "--layer", "conv9"], 2, "digits has no 'conv9'"),
+        (["--data", "digits", "--approximation", "magic"], 2, "approximation must be one of"),
+        (["--data", "digits", "--examples", "99999"], 2, "there are 1438 to train on"),
+        (["--data", "digits", "--examples", "1"], 2, "examples must be a whole number"),
+        (["--data", "digits", "--samples", "0"], 2, "samples must be"),
+        (["--data", "digits", "--samples-exact", "0"], 2, "samples_exact must be"),
+        (["--data", "digits", "--damping", "0"], 2, "damping must be"),
+        (["--data", "digits", "--memory", "-1"], 2, "memory must be"),
+        (["--data", "digits", "--reach", "0"], 2, "reach must be"),
+        (["--data", "digits", "--threads", "0"], 2, "threads must be"),
+        (["--data", "digits", "--device", "meta"], 2, "no meta to compute on"),
+        (["--data", "digits", "--parameters", "raw"], 2, "--parameters is for runs"),
+        (["--data", "digits", "-o", "."], 2, "is a folder"),
+        (["--data", "digits", "--net", "inspectable:plain"], 2, "no trained layer"),
+        (["--data", "digits", "--net", "inspectable:normalised"], 2, "statistics of its batch"),
+        (["nowhere"], 1, "is not a run"),
+        (["nowhere", "--net", "digits"], 2, "not both"),
+    ],
+)
+def test_wrong_arguments(own_networks, arguments, code, words):
+    assert_clear_error(kfc_here("inspect", *arguments), code, words)
+    assert not list(own_networks.glob("*.html"))
+
+
+def test_wrong_arguments_of_a_run(run, tmp_path):
+    assert_clear_error(kfc("inspect", run, "--parameters", "best"), 2, "one of averaged, raw")
+    done = kfc_here("inspect", run, *FEW, "--layer", "7", "-o", "/proc/nowhere/page.html")
+    assert_clear_error(done, 1, "could not be written")
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((run / name).read_bytes())
+    assert_clear_error(kfc_here("inspect", tmp_path), 1, "no checkpoint yet")
+    (tmp_path / "checkpoint.pt").write_bytes(b"nothing")
+    assert_clear_error(kfc_here("inspect", tmp_path), 1, "damaged")
+
+
+def test_interruption_leaves_nothing(own_networks):
+    (own_networks / "slow.py").write_text(
+        "from inspectable import *\n"
+        "class Slow(nn.Conv2d):\n"
+        "    def forward(self, x):\n"
+        "        open('began', 'a').write('x' * len(x))\n"
+        "        return super().forward(x)\n"
+        "def net():\n"
+        "    return nn.Sequential(Slow(1, 32, 5), nn.Flatten(), nn.Linear(512, 10))\n"
+    )
+    running = start_kfc("inspect", "--data", "digits", "--net", "slow:net", "--examples", "1000")
+    began = own_networks / "began"
+    for _ in range(600):
+        if began.exists() and began.stat().st_size > 100:
+            break
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    running.wait()
+    assert_clear_error(running.completed(), 130, "interrupted")
+    assert not list(own_networks.glob("*.html*"))
+    assert not list(own_networks.glob(".*"))
+
+
+# Inspections
+
+
+def test_progress_goes_from_layer_to_layer():
+    told = []
+    inspection = inspect_small(
+        subject_of(small_network()), lambda *step: told.append(step), approximations=("kfc", "iad")
+    )
+    assert [layer.name for layer in inspection.layers] == ["conv1", "conv2", "fc"]
+    assert list(dict.fromkeys(layer for layer, _, _ in told)) == ["conv1", "conv2", "fc"]
+    parts = [part for _, _, part in told]
+    assert parts == sorted(parts)
+    assert parts[0] == 0
+    assert parts[-1] < 1
+    assert [step for layer, step, _ in told if layer == "fc"][-2:] == ["KFC", "IAD alone"]
+
+
+def test_the_memory_bounds_what_is_held():
+    """1 KiB: for two examples' derivatives at most, and no unit-wise block."""
+    subject = subject_of(small_network())
+    wishes = {"layers": ("conv1",), "approximations": ("kfc", "unit-wise")}
+    (layer,) = inspect_small(subject, memory=1 / 2**20, **wishes).layers
+    assert (layer.examples, layer.compared_examples) == (2, 2)
+    assert list(layer.comparison.approximations) == ["kfc"]
+    assert any("unit-wise was left out" in note for note in layer.notes)
+    notes = notes_of(inspect_small(subject, memory=1 / 2**20, **wishes))
+    assert any("as many as fit into the memory" in note for note in notes)
+
+
+def test_what_cannot_be_solved_is_left_out(monkeypatch):
+    compare = analysis.compare_blocks
+
+    def stubborn(record, gradient, names, **more):
+        if "iad" in names:
+            raise ArithmeticError("the system was not solved")
+        return compare(record, gradient, names, **more)
+
+    monkeypatch.setattr("kfc.experiments.inspection.compare_blocks", stubborn)
+    subject = subject_of(small_network())
+    (layer,) = inspect_small(subject, layers=("fc",), approximations=("iad", "kfc")).layers
+    assert list(layer.comparison.approximations) == ["kfc"]
+    assert layer.notes == ("iad was left out: the system was not solved",)
+
+
+def test_a_layer_that_does_not_run_is_noted():
+    model = small_network()
+    model.spare = nn.Linear(2, 2)
+    model.forward = lambda x: nn.Sequential(*list(model)[:-1])(x)
+    inspection = inspect_small(subject_of(model), layers=("fc", "spare"), approximations=("kfc",))
+    assert "did not run" in inspection.layers[1].notes[0]
+    assert verdict_rows(inspection)[2] == ("spare", "–", "–", "–", "–", "–")
+    write = inspection_sections([inspection])
+    assert "did not run" in write[0].html()
+    with pytest.raises(ConfigError, match="did not run"):
+        inspect_small(subject_of(model), layers=("spare",))
+
+
+def test_outputs_must_be_finite():
+    model = small_network()
+    model.fc.weight.data[0, 0] = math.inf
+    with pytest.raises(ConfigError, match="not finite"):
+        inspect_small(subject_of(model))
+
+
+def test_json_has_no_nan():
+    model = small_network()
+    model.conv2.weight.data.zero_()  # its derivatives reach conv1 no more
+    inspection = inspect_small(subject_of(model), approximations=("kfc", "diagonal"))
+    text = json.dumps(inspection.to_json(), allow_nan=False)
+    assert json.loads(text)["format"] == 1
+    for layer in inspection.layers:
+        quality_rows(layer.comparison)
+    write = inspection_sections([inspection])
+    assert "unknown" in write[0].html() or "holds" in write[0].html()
+
+
+def test_settings_are_checked():
+    with pytest.raises(ConfigError, match="approximation must be one of"):
+        InspectionSettings(approximations=("magic",))
+
+
+def test_ranks_are_thinned_towards_the_end():
+    assert thinned_ranks(5) == [1, 2, 3, 4, 5]
+    assert thinned_ranks(0) == []
+    ranks = thinned_ranks(10**6)
+    assert len(ranks) <= 400
+    assert (ranks[0], ranks[-1]) == (1, 10**6)
+    assert ranks == sorted(set(ranks))
+
+
+# Figures
+
+
+def test_every_figure_is_valid_plotly(tmp_path):
+    inspections = [
+        inspect_small(subject_of(small_network(pooling), pooling), approximations=("kfc", "prong"))
+        for pooling in ("max", "average")
+    ]
+    sections = inspection_sections(inspections)
+    figures = [figure for section in sections for figure in section.all_figures()]
+    # Two pictures of two kinds of two layers, three spectra, the errors; each twice.
+    assert len(figures) == 2 * (2 * 2 * 2 + 3 + 1)
+    assert len({figure.id for figure in figures}) == len(figures)
+    for figure in figures:
+        for traces in figure.variants:
+            go.Figure(traces, figure.layout)
+    maps = [figure for figure in figures if figure.id.startswith("derivatives")]
+    assert {figure.layout["coloraxis"]["cmax"] for figure in maps} == {1}
+    write_inspection_page(tmp_path / "page.html", inspections, "Pooling")
+    page = (tmp_path / "page.html").read_text()
+    for name, text in ASSUMPTIONS.items():
+        assert f"<dt>{name}</dt><dd>{text}</dd>" in page
+    assert '<td class="fails">fails ' in page
+
+
+@pytest.mark.parametrize(("dims", "kind"), [(1, "scatter"), (2, "heatmap"), (3, "heatmap")])
+def test_pictures_of_any_dimension(dims, kind):
+    offsets = torch.linspace(-1, 1, 9 * 5**dims).reshape(9, *(5,) * dims)
+    figure = offset_figure("id", "title", offsets)
+    (traces,) = figure.variants
+    assert [trace["type"] for trace in traces] == [kind] * 4
+    assert [trace["name"] for trace in traces] == ["map 1", "map 4", "map 7", "mean of 9 maps"]
+    go.Figure(traces, figure.layout)
+    if dims == 3:
+        assert "first of the three dimensions is 0" in figure.caption
+        expected = offsets[1, 2].abs().tolist()
+        assert traces[0]["z"] == [[round(value, 3) for value in row] for row in expected]
+
+
+def test_few_maps_dead_maps_and_many_maps():
+    offsets = torch.ones(5, 3, 3)
+    offsets[1:4] = 0
+    assert shown_maps(offsets) == [0, 4]
+    for count in range(4):
+        figure = offset_figure("id", "title", torch.ones(max(count, 1), 3, 3) * bool(count))
+        (traces,) = figure.variants
+        assert len(traces) == count + 1
+        go.Figure(traces, figure.layout)
+    (traces,) = cross_map_figure("id", "title", torch.eye(3 * MOST_MAPS)).variants
+    assert len(traces[0]["z"]) == MOST_MAPS

@@ -1,0 +1,174 @@
+"""The page of `kfc inspect` as people see it: in a real browser, wide and narrow."""
+
+import pytest
+from torch import nn
+
+from browsing import NASTY, WIDTHS, figure_ids, opened, page_width, running_browser
+from inspected_networks import inspect_small, small_network, subject_of
+from kfc.report.inspection import write_inspection_page
+
+KINDS = ("derivatives", "activations")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with running_browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def inspection_page(tmp_path_factory):
+    """Two networks; one of them, and a layer of both, has a name that wants to be an element."""
+    inspections = [
+        inspect_small(
+            subject_of(small_network(pooling, NASTY), label),
+            layers=(NASTY, "fc"),
+            approximations=("kfc", "unit-wise"),
+        )
+        for pooling, label in (("max", NASTY), ("average", "average"))
+    ]
+    path = tmp_path_factory.mktemp("inspection") / "page.html"
+    write_inspection_page(path, inspections, f"Inspection {NASTY}")
+    return path
+
+
+@pytest.fixture(scope="module", params=WIDTHS)
+def page(browser, inspection_page, request):
+    with opened(browser, inspection_page, request.param) as page:
+        yield page
+
+
+def undrawn(page):
+    """Figures without a picture, a line or a marker of some size."""
+    return page.evaluate("""() => [...document.querySelectorAll(".plot")].filter((plot) => {
+        const marks = plot.querySelectorAll(".heatmaplayer image, .trace path");
+        return ![...marks].some((mark) => mark.getBoundingClientRect().width > 1);
+    }).map((plot) => plot.id)""")
+
+
+def sizes(page, selector=".plot"):
+    """(width, height) of a figure's drawing and of its place."""
+    return page.eval_on_selector_all(
+        selector,
+        """plots => plots.map((plot) => {
+            const drawing = plot.querySelector(".main-svg");
+            return [drawing.clientWidth, drawing.clientHeight, plot.clientWidth, plot.clientHeight];
+        })""",
+    )
+
+
+def test_every_figure_is_drawn_and_nothing_sticks_out(page):
+    pictures = {
+        f"{kind}-0-{network}-{what}"
+        for kind in KINDS
+        for network in range(2)
+        for what in ("offsets", "maps")
+    }
+    spectra = {f"spectrum-{layer}-{network}" for layer in range(2) for network in range(2)}
+    assert figure_ids(page) == pictures | spectra | {"errors-0", "errors-1"}
+    assert undrawn(page) == []
+    assert page_width(page) <= page.viewport_size["width"]
+    for width, height, room, space in sizes(page):
+        assert (width, height) == (room, space)
+        assert width <= page.viewport_size["width"]
+
+
+def test_pictures_are_square_and_share_a_scale(page):
+    assert all(width == height for width, height, *_ in sizes(page, ".square"))
+    ranges = page.eval_on_selector_all(
+        ".square", "plots => plots.map(({layout: {coloraxis: c}}) => [c.cmin, c.cmax])"
+    )
+    assert ranges == [[0, 1]] * 8
+    boxes = page.eval_on_selector_all(
+        "#derivatives-0-0-offsets .heatmaplayer image",
+        "images => images.map((i) => [i.getBoundingClientRect().width, "
+        "i.getBoundingClientRect().height])",
+    )
+    assert len(boxes) == 4
+    for width, height in boxes:
+        assert abs(width - height) < 3
+        assert width > 80
+
+
+def test_networks_stand_side_by_side(page):
+    first, second = (
+        page.locator(f"#derivatives-0-{network}-offsets").bounding_box() for network in range(2)
+    )
+    if page.viewport_size["width"] == max(WIDTHS):
+        assert first["y"] == second["y"]
+        assert first["x"] + first["width"] <= second["x"]
+    else:
+        assert first["x"] == second["x"]
+
+
+def test_hovering_tells_the_correlation(page):
+    plot = page.locator("#derivatives-0-0-offsets")
+    plot.scroll_into_view_if_needed()
+    box = plot.locator(".heatmaplayer image").last.bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.mouse.move(x - 3, y)
+    page.mouse.move(x, y)
+    label = plot.locator(".hovertext")
+    label.wait_for(timeout=3000)
+    assert "1.000 at x offset 0, y offset 0" in label.text_content()
+    assert "mean of 4 maps" in label.text_content()
+
+
+def test_names_stay_text(page):
+    assert page.locator("img").count() == 0
+    assert page.locator("h1").text_content() == f"Inspection {NASTY}"
+    for section in ("verdict", "derivatives", "spectra", "approximations", "inspected"):
+        assert NASTY in page.locator(f"#{section}").text_content()
+
+
+def test_figures_have_names_for_those_who_do_not_see_them(page):
+    plots = page.locator(".plot")
+    for index in range(plots.count()):
+        assert plots.nth(index).get_attribute("role") == "img"
+        assert plots.nth(index).get_attribute("aria-label")
+    assert page.locator("figcaption").count() == plots.count()
+
+
+def test_printing_and_resizing(browser, inspection_page):
+    with opened(browser, inspection_page, max(WIDTHS)) as page:
+        before = sizes(page)
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        assert max(width for width, *_ in sizes(page)) <= 680
+        page.evaluate("dispatchEvent(new Event('afterprint'))")
+        _settle(page, lambda: sizes(page) == before)
+        page.set_viewport_size({"width": min(WIDTHS), "height": 900})
+        _settle(page, lambda: all([w, h] == place for w, h, *place in sizes(page)))
+        assert page_width(page) <= min(WIDTHS)
+
+
+def _settle(page, reached):
+    """Figures take their time, one after the other."""
+    for _ in range(50):
+        if reached():
+            return
+        page.wait_for_timeout(100)
+    assert reached()
+
+
+def test_signals_volumes_and_linear_layers(browser, tmp_path):
+    """Conv1d as lines, Conv3d as a slice, three networks side by side."""
+    models = {
+        (1, 8): nn.Sequential(nn.Conv1d(1, 3, 3), nn.Flatten(), nn.Linear(18, 4)),
+        (1, 4, 4, 4): nn.Sequential(nn.Conv3d(1, 3, 3), nn.Flatten(), nn.Linear(24, 4)),
+        (8,): nn.Sequential(nn.Linear(8, 4)),
+    }
+    found = [
+        inspect_small(
+            subject_of(model, f"of {size}", size=size), layers=("0",), approximations=("kfc",)
+        )
+        for size, model in models.items()
+    ]
+    write_inspection_page(tmp_path / "page.html", found, "Small")
+    with opened(browser, tmp_path / "page.html", min(WIDTHS)) as page:
+        assert undrawn(page) == []
+        assert page_width(page) <= min(WIDTHS)
+        kinds = page.eval_on_selector_all(
+            "#derivatives .plot", "plots => plots.map((plot) => plot.data[0].type)"
+        )
+        assert kinds == ["scatter", "heatmap", "heatmap", "heatmap"]
+        assert "first of the three dimensions" in page.locator("#derivatives").inner_text()
