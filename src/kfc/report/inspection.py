@@ -17,6 +17,7 @@ from kfc.report.formats import setting
 from kfc.report.heatmaps import cross_map_figure, offset_figure
 from kfc.report.inspected import by_layer, columns_of, heading, labelled, note, titled
 from kfc.report.section import Group, Section
+from kfc.report.summary import Row
 from kfc.report.table import Column, comparison_tables, html_table
 from kfc.report.verdicts import ASSUMPTIONS, READING, VERDICTS, notes_of, verdict_rows
 
@@ -63,12 +64,17 @@ def inspection_sections(inspections: Sequence[Inspection]) -> list[Section]:
 
 def _verdicts(inspections: Sequence[Inspection]) -> Section:
     tables = "".join(
-        html_table(verdict_rows(inspection), inspection.label, words=VERDICTS)
+        html_table(_unbroken(verdict_rows(inspection)), inspection.label, words=VERDICTS)
         + "".join(map(note, notes_of(inspection)))
         for inspection in inspections
     )
     terms = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in ASSUMPTIONS.items())
     return Section("verdict", "Verdict", tables, after=f"<dl>{terms}</dl>{note(READING)}")
+
+
+def _unbroken(rows: Sequence[Row]) -> list[Row]:
+    """Cells are broken before their intervals, not inside."""
+    return [tuple(cell.replace(" to ", "\u00a0to\u00a0") for cell in row) for row in rows]
 
 
 # Correlations
@@ -116,9 +122,9 @@ def _maps(id: str, label: str, kind: str, found: Correlations) -> Figure:
 def _subjects(inspections: Sequence[Inspection]) -> Section:
     labels = [inspection.label for inspection in inspections]
     parts: tuple[tuple[str, Callable[[Inspection], Mapping[str, Any]]], ...] = (
-        ("Networks and training.", lambda one: {**one.subject, **(one.training or {})}),
-        ("How they were inspected.", lambda one: _settings(one)),
-        ("Where.", lambda one: one.environment),
+        ("Networks and training", lambda one: {**one.subject, **(one.training or {})}),
+        ("How they were inspected", _settings),
+        ("Machine", lambda one: one.environment),
     )
     html = ""
     for caption, values_of in parts:
