@@ -71,12 +71,13 @@ def test_import_needs_torch_alone():
     program = f"""
 import sys
 sys.modules.update(dict.fromkeys({blocked!r}))  # importing any of these now fails
-import torch, kfc
+import torch, kfc, kfc.analysis
 model = torch.nn.Linear(2, 3)
 optimizer = kfc.KFC(model)
 model(torch.randn(4, 2)).sum().backward()
 optimizer.step()
 optimizer.describe()
+kfc.analysis.compare_approximations(model, torch.randn(4, 2))
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
 
