@@ -80,7 +80,8 @@ def test_qualities_against_dense_matrices(monkeypatch, estimated, max_gib):
         record = analysis.record_layer(model, inputs, layer)
         module = model.get_submodule(layer)
         gradient = record.matrix({"bias": module.bias.grad, "weight": module.weight.grad})
-        assert list(result.approximations) == list(analysis.APPROXIMATIONS)
+        assert {*result.approximations, *result.left_out} == set(analysis.APPROXIMATIONS)
+        assert set(result.left_out) == ({"iad", "unit-wise"} if max_gib < 1 else set())
         assert_close(result.trace, analysis.ExactBlock(record).to_dense().trace().item())
         for name, quality in result.approximations.items():
             expected = dense_quality(record, name, gradient, 0.01)
@@ -119,6 +120,24 @@ def test_kfc_is_exact_where_the_theory_says_so():
         assert found.approximations[name].frobenius_error < 1e-9, name
         assert_close(found.approximations[name].decrease, 1.0)
     assert found.approximations["diagonal"].frobenius_error > 0.1
+
+
+def test_what_is_too_large_or_has_no_solution_is_left_out(monkeypatch):
+    monkeypatch.setattr(comparison, "DENSE_SIZE", 0)
+    model, inputs = small_network(), torch.randn(8, 2, 4, 4)
+    found = analysis.compare_approximations(
+        model, inputs, ["0"], approximations=["kfc", "unit-wise"], max_gib=8e-6
+    )["0"]
+    assert list(found.approximations) == ["kfc"]
+    assert "more than 8e-06" in found.left_out["unit-wise"]
+
+    def unsolvable(self, vector, damping):
+        raise ArithmeticError("give a larger damping")
+
+    monkeypatch.setattr("kfc.analysis.exact.IndependentBlock.solve", unsolvable)
+    found = analysis.compare_approximations(model, inputs, ["0"], approximations=["iad", "kfc"])
+    assert list(found["0"].approximations) == ["kfc"]
+    assert found["0"].left_out == {"iad": "give a larger damping"}
 
 
 def test_wrong_arguments_of_comparisons():

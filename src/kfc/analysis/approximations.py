@@ -251,12 +251,24 @@ class Approximation:
         build: makes it of a record.
         invariant: the affine changes under which its undamped natural gradient is the same step
             (Theorem 3; with padding 0 or circular): of "activations", of "derivatives".
+        elements: how many numbers it holds, where these are many more than two factors.
     """
 
     title: str
     assumes: str
     build: Callable[[LayerRecord], Block]
     invariant: frozenset[str]
+    elements: Callable[[LayerRecord], int] = lambda record: 0
+
+
+def _derivative_elements(record: LayerRecord) -> int:
+    groups, rows, _ = record.shape
+    return record.draws * record.examples * groups * record.rows_per_example * rows
+
+
+def _unit_elements(record: LayerRecord) -> int:
+    groups, rows, columns = record.shape
+    return groups * rows * columns**2
 
 
 def _changes(*names: str) -> frozenset[str]:
@@ -265,7 +277,7 @@ def _changes(*names: str) -> frozenset[str]:
 
 BOTH = _changes("activations", "derivatives")
 APPROXIMATIONS = {
-    "iad": Approximation("IAD alone", "IAD", independent, BOTH),
+    "iad": Approximation("IAD alone", "IAD", independent, BOTH, _derivative_elements),
     "kfc": Approximation("KFC", "IAD, SH, SUD", kfc, BOTH),
     "ekfac": Approximation("EKFAC", "KFC's eigenvectors", eigenvalue_corrected, _changes()),
     # Estimated means and autocovariances are not of the same pixels, so an offset tells.
@@ -281,7 +293,7 @@ APPROXIMATIONS = {
     "sua": Approximation("SUA", "IAD, SH, SUD, SUA", uncorrelated_activations, BOTH),
     "prong": Approximation("PRONG", "IAD, SH, SUA, WD", prong, _changes("activations")),
     "unit-wise": Approximation(
-        "unit-wise", "independent output maps", unit_wise, _changes("activations")
+        "unit-wise", "independent output maps", unit_wise, _changes("activations"), _unit_elements
     ),
     "diagonal": Approximation("diagonal", "independent parameters", diagonal, _changes()),
 }

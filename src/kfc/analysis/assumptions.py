@@ -192,14 +192,15 @@ def whiteness(derivatives: Maps, bootstrap: Bootstrap) -> Assumption:
     moments = moments[:, live][:, :, live]
     size = moments.shape[-1]
     correlation = correlation_matrix(moments).abs()
-    off_diagonal = (correlation.sum((1, 2)) - size) / max(1, size * (size - 1))
+    pairs = size * (size - 1)
+    off_diagonal = (correlation.sum((1, 2)) - size).clamp(min=0) / (pairs or math.nan)
     variances = moments.diagonal(dim1=-2, dim2=-1)
     mean = variances.mean(-1)
     spread = (variances - mean.unsqueeze(-1)).square().mean(-1).sqrt() / mean
     return Assumption(
         "WD",
         {
-            "correlation of distinct maps": estimate(off_diagonal.clamp(min=0)),
+            "correlation of distinct maps": estimate(off_diagonal),
             "spread of the maps' variances": estimate(spread),
         },
     )

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from kfc.analysis.approximations import APPROXIMATIONS
-from kfc.analysis.blocks import DEFAULT_MAX_GIB, NEGATIVE_TOLERANCE, Block
+from kfc.analysis.blocks import (
+    DEFAULT_MAX_GIB,
+    GIB,
+    NEGATIVE_TOLERANCE,
+    Block,
+    TooLargeError,
+)
 from kfc.analysis.exact import ExactBlock
 from kfc.analysis.krylov import operator_norm, random_start
 from kfc.analysis.recording import LayerRecord, factored_layers, record_layer, run_model
@@ -72,6 +78,7 @@ class LayerComparison:
         gradients: how many gradients of single examples the exact block is made of.
         spectrum: the exact block's largest eigenvalues, descending; ``None`` if too large.
         approximations: by name, as in ``APPROXIMATIONS``.
+        left_out: those that are too large, or could not be solved, by name, and why.
     """
 
     layer: str
@@ -81,6 +88,7 @@ class LayerComparison:
     operator_norm: float
     spectrum: Tensor | None
     approximations: Mapping[str, Quality]
+    left_out: Mapping[str, str]
 
 
 def compare_approximations(
@@ -187,13 +195,14 @@ def compare_blocks(
     exact = ExactBlock(record, max_gib)
     exact.tolerance = SOLUTION_TOLERANCE
     truth = _Truth(exact, gradient, damping, probes, seed)
-    qualities = {}
+    qualities, left_out = {}, {}
     for name in names:
         if progress is not None:
             progress(record.name, APPROXIMATIONS[name].title)
-        block = APPROXIMATIONS[name].build(record)
-        block.tolerance = SOLUTION_TOLERANCE
-        qualities[name] = truth.quality(block)
+        try:
+            qualities[name] = truth.quality(_built(name, record, max_gib))
+        except (TooLargeError, ArithmeticError) as error:
+            left_out[name] = str(error)
     return LayerComparison(
         record.name,
         record.shape,
@@ -202,7 +211,18 @@ def compare_blocks(
         truth.norm,
         exact.spectrum(),
         qualities,
+        left_out,
     )
+
+
+def _built(name: str, record: LayerRecord, max_gib: float) -> Block:
+    approximation = APPROXIMATIONS[name]
+    needed = approximation.elements(record) * record.dtype.itemsize / GIB
+    if needed > max_gib:
+        raise TooLargeError(f"it takes {needed:.1f} GiB, more than {max_gib:g}")
+    block = approximation.build(record)
+    block.tolerance = SOLUTION_TOLERANCE
+    return block
 
 
 class _Truth:

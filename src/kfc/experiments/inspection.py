@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -35,9 +35,6 @@ Progress = Callable[[str, str, float], None]
 # Drawn for the blocks where there are too many targets to enumerate.
 MANY_SAMPLES = 64
 STEPS = ("sampled targets", "assumptions", "correlations", "targets of the blocks", "exact block")
-# Solved by conjugate gradients, which may not converge.
-ITERATIVE = "iad"
-UNIT_WISE = "unit-wise"
 
 
 def inspect_network(
@@ -154,49 +151,29 @@ class _LayerInspector:
         gradient = loss_gradient(
             subject.model, images, record, lambda outputs: subject.loss(outputs, count), None
         )
-        comparison, notes = self._comparison(record, gradient)
         drawn = self._exact_samples
-        return replace(
+        found = replace(
             found,
             compared_examples=count,
             targets="enumerated" if drawn is None else f"{drawn} drawn for each example",
-            comparison=comparison,
-            notes=notes,
         )
+        try:
+            comparison = self._compare(record, gradient)
+        except ArithmeticError as error:
+            return replace(found, notes=(f"the exact block was left out: {error}",))
+        left_out = [f"{key} was left out: {why}" for key, why in comparison.left_out.items()]
+        return replace(found, comparison=comparison, notes=tuple(left_out))
 
-    def _comparison(
-        self, record: LayerRecord, gradient: Tensor
-    ) -> tuple[LayerComparison | None, tuple[str, ...]]:
-        """What can be compared, and notes on the rest."""
-        notes = list(self._too_large(record))
-        names = [name for name in self._settings.approximations if name not in dict(notes)]
-        comparison = None
-        while comparison is None and names:
-            try:
-                comparison = self._compare(record, gradient, names)
-            except ArithmeticError as error:
-                notes.append((ITERATIVE, str(error)))
-                # Without it there is a chance, unless it is the exact block that cannot be solved.
-                names = [name for name in names if name != ITERATIVE] if ITERATIVE in names else []
-        return comparison, tuple(f"{name} was left out: {reason}" for name, reason in notes)
-
-    def _compare(self, record: LayerRecord, gradient: Tensor, names: list[str]) -> LayerComparison:
+    def _compare(self, record: LayerRecord, gradient: Tensor) -> LayerComparison:
         return compare_blocks(
             record,
             gradient,
-            names,
+            self._settings.approximations,
             damping=self._settings.damping,
             seed=self._settings.seed,
             max_gib=self._settings.memory,
             progress=self._tell,
         )
-
-    def _too_large(self, record: LayerRecord) -> Iterator[tuple[str, str]]:
-        """Approximations that are larger than the memory."""
-        groups, rows, columns = record.shape
-        gib = 8 * groups * rows * columns**2 / GIB
-        if UNIT_WISE in self._settings.approximations and gib > self._settings.memory:
-            yield UNIT_WISE, f"it takes {gib:.1f} GiB, more than {self._settings.memory:g}"
 
     def _record(self, name: str, count: int, samples: int | None) -> LayerRecord:
         return record_layer(
