@@ -50,7 +50,7 @@ def literal_prong_step(conv, inputs, loss_of_maps, lr):
     return new_weight - conv.weight.detach(), new_bias - conv.bias.detach()
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(
     st.integers(1, 3),
     st.integers(1, 3),
@@ -184,7 +184,7 @@ def moved_outputs(seed, mode, curvature, before, after, offset):
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 10_000), mode=st.sampled_from(["zeros", "circular"]))
 @pytest.mark.usefixtures("double")
 def test_invariance_to_maps_of_activations(curvature, seed, mode):
@@ -235,8 +235,9 @@ def train(model, optimizer, first, last):
     return loss.item()
 
 
-@pytest.mark.parametrize("fisher", ["sampled", "empirical"])
-@pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.parametrize(
+    ("curvature", "fisher"), [*((name, "sampled") for name in CURVATURES), ("ekfac", "empirical")]
+)
 def test_every_curvature_trains(curvature, fisher):
     model = digits_net()
     optimizer = kfc.KFC(model, curvature=curvature, fisher=fisher, seed=0)
@@ -338,7 +339,7 @@ def test_a_layer_may_be_frozen_for_a_while(curvature):
     """Its old inverse is renewed meanwhile, for the parameters that it has statistics of."""
     model = digits_net()
     optimizer = kfc.KFC(model, curvature=curvature, statistics_period=4, inverse_period=1, seed=0)
-    for frozen in ([], ["bias", "weight"], [], ["bias"], ["weight"], ["bias", "weight"], []):
+    for frozen in ([], ["bias", "weight"], [], ["bias"], ["weight"], []):
         for role in ("bias", "weight"):
             getattr(model[6], role).requires_grad_(role not in frozen)
         train(model, optimizer, 0, 2)
