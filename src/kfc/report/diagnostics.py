@@ -35,9 +35,10 @@ LAYER_MEASURES = {
         "as the network becomes sure of its answers.",
     ),
     "block_trace": (
-        "Trace of normalisation blocks",
+        "Trace of blocks",
         "trace",
-        "Of layers with a scale and a shift for each channel, whose Fisher block is kept directly.",
+        "Of layers whose Fisher block has no factors: normalisation layers, with a scale and a shift "
+        "for each channel, and all layers of which only the diagonal is kept.",
     ),
 }
 
