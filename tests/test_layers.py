@@ -564,8 +564,9 @@ def test_norm_blocks_of_shared_rows_are_the_enumerations():
     torch.testing.assert_close(block, expected)
 
 
-def test_norm_blocks_with_sequences_first():
-    model, inputs = SequenceFirst(), torch.randn(4, 3, 3)
+@pytest.mark.parametrize("length", [1, 3, 8])
+def test_norm_blocks_with_sequences_first(length):
+    model, inputs = SequenceFirst(), torch.randn(4, length, 3)
 
     class BatchFirst(SequenceFirst):
         def forward(self, x):

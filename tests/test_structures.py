@@ -375,17 +375,19 @@ class Frames(nn.Module):
         n, f, _ = x.shape
         if self.order == "folded":
             return self.layer(x.flatten(0, 1)).reshape(n, f, 4).tanh().sum(1)
+        if self.order == "folded before a location":
+            return self.layer(x.reshape(n * f, 1, 3)).reshape(n, f, 4).tanh().sum(1)
         if self.order == "sequence first":
             return self.layer(x.transpose(0, 1)).tanh().sum(0)
-        if self.order == "one by one":
-            return torch.stack([self.layer(one).tanh().sum(0) for one in x])
         return self.layer(x).tanh().sum(1)
 
 
-@pytest.mark.parametrize("order", ["folded", "sequence first"])
+@pytest.mark.parametrize("order", ["folded", "folded before a location", "sequence first"])
+@pytest.mark.parametrize("frames", [1, 3, 8])
 @pytest.mark.parametrize("curvature", CURVATURES)
-def test_frames_are_locations_of_their_example_in_any_order(curvature, order):
-    inputs = torch.randn(4, 3, 3)
+def test_frames_are_locations_of_their_example_in_any_order(curvature, frames, order):
+    """Also where their number is a multiple of that of the examples."""
+    inputs = torch.randn(4, frames, 3)
     direct, other = Frames("direct"), Frames(order)
     other.load_state_dict(direct.state_dict())
     for model in (direct, other):

@@ -66,6 +66,15 @@ class KeptInputs(NamedTuple):
         return self.values.to(dtype)
 
 
+def is_sequence_first(leading: torch.Size, examples: int) -> bool:
+    """Whether rows lie as (length, N, ...), as recurrent layers and transformers have them.
+
+    Frames folded into the batch in front of a dimension that happens to be N look the same, and
+    are rarer. With a length of N nobody can tell: the first dimension is then the examples'.
+    """
+    return len(leading) > 1 and leading[0] != examples and leading[1] == examples
+
+
 class Statistics(ABC):
     """The statistics of one layer, gathered over the calls of one forward pass."""
 

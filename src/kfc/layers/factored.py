@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kfc.kronecker import Factors
-from kfc.layers.base import Handler, Inverse, Statistics
+from kfc.layers.base import Handler, Inverse, Statistics, is_sequence_first
 from kfc.layers.structures import STRUCTURES, Structure
 from kfc.patches import row_moment
 
@@ -200,10 +200,7 @@ class LinearHandler(KroneckerHandler):
     def rows_first(self, values: Tensor, examples: int) -> Tensor:
         if values.dim() == 1:
             return values.unsqueeze(0)
-        if values.dim() > 2 and values.shape[0] % examples and values.shape[1] == examples:
-            # Sequences first, as recurrent layers and transformers have them by default.
-            return values.transpose(0, 1)
-        return values
+        return values.transpose(0, 1) if is_sequence_first(values.shape[:-1], examples) else values
 
     def derivative_rows(self, derivatives: Tensor) -> Tensor:
         return derivatives.reshape(1, -1, derivatives.shape[-1])

@@ -13,7 +13,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from kfc.kronecker import reciprocal_or_zero
-from kfc.layers.base import Handler, Inverse, KeptInputs, Moment, Statistics
+from kfc.layers.base import (
+    Handler,
+    Inverse,
+    KeptInputs,
+    Moment,
+    Statistics,
+    is_sequence_first,
+)
 
 
 class NormalisationHandler(Handler):
@@ -237,8 +244,7 @@ class LayerNormHandler(NormalisationHandler):
     def channel_rows(self, values: Tensor, examples: int) -> Tensor:
         channels = self.weight.numel()
         leading = values.shape[: values.dim() - self.weight.dim()]
-        if len(leading) > 1 and leading[0] % examples and leading[1] == examples:
-            # Sequences first, as recurrent layers and transformers have them by default.
+        if is_sequence_first(leading, examples):
             values = values.transpose(0, 1)
         rows = leading.numel() if len(leading) < 2 else values.shape[0]
         return values.reshape(rows, -1, channels)
