@@ -18,6 +18,7 @@ from kfc.experiments.data import DataError, Inputs, load
 from kfc.experiments.networks import build
 from kfc.experiments.runs import read_record
 from kfc.experiments.training import Trainer
+from kfc.layers.structures import STRUCTURES
 from kfc.optimizers.quadratic import QuadraticModel
 from reference import cross_entropy, exact_fisher, flat_parameters, squared_error
 
@@ -609,6 +610,35 @@ def test_an_error_in_the_second_evaluation_leaves_everything_as_it_was():
     assert torch.equal(flat_parameters(model), before)
     assert optimizer.diagnostics["step"] == 0
     optimizer.step(closure_of(model, inputs, labels))
+
+
+@pytest.mark.parametrize("thawed", [True, False])
+@pytest.mark.parametrize("inverse_period", [1, 10])
+@pytest.mark.parametrize("curvature", STRUCTURES)
+def test_an_error_just_after_thawing_or_freezing_does_not_last(curvature, inverse_period, thawed):
+    model, inputs, labels = small_problem()
+    bias = next(p for n, p in model.named_parameters() if n.endswith("bias"))
+    bias.requires_grad_(not thawed)
+    optimizer = kfc.KFAC(
+        model, curvature=curvature, inverse_period=inverse_period, damping_period=1, seed=0
+    )
+    for _ in range(3):
+        optimizer.step(closure_of(model, inputs, labels))
+    bias.requires_grad_(thawed)
+
+    def failing() -> Tensor:
+        if not torch.is_grad_enabled():
+            raise ArithmeticError("while the update is measured")
+        return closure_of(model, inputs, labels)()
+
+    before = flat_parameters(model)
+    with pytest.raises(ArithmeticError):
+        optimizer.step(failing)
+    assert torch.equal(flat_parameters(model), before)
+    start = bias.detach().clone()
+    losses = [optimizer.step(closure_of(model, inputs, labels)).item() for _ in range(3)]
+    assert losses[-1] < losses[0]
+    assert torch.equal(start, bias) != thawed
 
 
 @pytest.mark.parametrize(("scale", "skipped"), [(1e8, 0), (1e13, 1)])

@@ -35,10 +35,11 @@ class LayerCurvature:
 
 
 class LayerInverse(NamedTuple):
-    """An inverse, and the damping of its block."""
+    """An inverse, and of which block: its damping, and the parameters that it is of."""
 
     inverse: Inverse
     damping: float
+    roles: tuple[str, ...]
 
 
 class Curvature:
@@ -172,7 +173,7 @@ class Curvature:
     def inverses(self) -> dict[str, LayerInverse]:
         """Those in use."""
         return {
-            name: LayerInverse(layer.inverse, layer.damping)
+            name: LayerInverse(layer.inverse, layer.damping, layer.roles)
             for name, layer in self.layers.items()
             if layer.inverse is not None
         }
@@ -185,14 +186,19 @@ class Curvature:
                 inverse = self.handlers[name].redamp(
                     layer.inverse, layer.running, damping, self.inverse_kind
                 )
-                inverses[name] = LayerInverse(inverse, damping)
+                inverses[name] = LayerInverse(inverse, damping, layer.roles)
         return inverses
 
     def use_inverses(self, inverses: Mapping[str, LayerInverse]) -> dict[str, LayerInverse]:
-        """Take these instead; returns those that were in use."""
+        """Take these instead, where they are still of what is known; returns those in use before.
+
+        A layer of which other parameters have come to be trained keeps what it has.
+        """
         before = self.inverses()
         for name, new in inverses.items():
-            self.layers[name].inverse, self.layers[name].damping = new
+            layer = self.layers[name]
+            if layer.roles == new.roles:
+                layer.inverse, layer.damping = new.inverse, new.damping
         return before
 
     def _refuse_factors(self, name: str) -> None:
