@@ -236,7 +236,8 @@ def unit_wise(record: LayerRecord) -> Block:
 
 def eigenvalue_corrected(record: LayerRecord) -> Block:
     """KFC's eigenbases with the exact second moments in them (EKFAC; George et al. 2018)."""
-    activation, derivative = (torch.linalg.eigh(factor)[1] for factor in kfc(record).factors)
+    _, *bases = kfc(record).eigen()
+    activation, derivative = (basis.to(record.dtype) for basis in bases)
     moments = second_moment_in(record, activation, derivative)
     return EigenvalueCorrectedBlock(activation, derivative, moments)
 
@@ -261,9 +262,10 @@ class Approximation:
     elements: Callable[[LayerRecord], int] = lambda record: 0
 
 
-def _derivative_elements(record: LayerRecord) -> int:
-    groups, rows, _ = record.shape
-    return record.draws * record.examples * groups * record.rows_per_example * rows
+def _independent_elements(record: LayerRecord) -> int:
+    """Of all derivatives, and of the moments between locations that its trace takes."""
+    (groups, rows, _), locations = record.shape, record.rows_per_example
+    return groups * locations * (record.draws * record.examples * rows + 2 * locations)
 
 
 def _unit_elements(record: LayerRecord) -> int:
@@ -277,7 +279,7 @@ def _changes(*names: str) -> frozenset[str]:
 
 BOTH = _changes("activations", "derivatives")
 APPROXIMATIONS = {
-    "iad": Approximation("IAD alone", "IAD", independent, BOTH, _derivative_elements),
+    "iad": Approximation("IAD alone", "IAD", independent, BOTH, _independent_elements),
     "kfc": Approximation("KFC", "IAD, SH, SUD", kfc, BOTH),
     "ekfac": Approximation("EKFAC", "KFC's eigenvectors", eigenvalue_corrected, _changes()),
     # Estimated means and autocovariances are not of the same pixels, so an offset tells.

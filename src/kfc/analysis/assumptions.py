@@ -18,12 +18,11 @@ from kfc.analysis.correlations import (
     correlations_by_offset,
     cross_map_moments,
     derivative_maps,
-    is_spatial,
     offset_reach,
     products_by_offset,
 )
-from kfc.analysis.recording import LayerRecord
-from kfc.checks import require_whole
+from kfc.analysis.recording import CHUNK_ELEMENTS, LayerRecord
+from kfc.checks import require_whole, widest
 
 # A convention, to be read with the numbers: below the first an assumption "holds", below the
 # second "roughly", else it "fails".
@@ -73,25 +72,31 @@ def assumptions(
     resamples: int = DEFAULT_RESAMPLES,
     seed: int = 0,
 ) -> dict[str, Assumption]:
-    """Test all that apply: SUD, SH and SUA need locations.
+    """Test all for which there is something to compare: locations, or maps.
 
     Args:
-        record: of sampled or enumerated targets.
+        record: of sampled or enumerated targets, for two examples at least.
         reach: how far apart locations are looked at, in pixels along each axis.
         resamples: how many batches to draw from the examples, with replacement.
         seed: of these.
     """
     require_whole("resamples", resamples)
+    if record.examples < 2:
+        raise ValueError("a single example says nothing about a distribution; give two at least")
     bootstrap = Bootstrap(resamples, seed)
     derivatives, activations = derivative_maps(record), activation_maps(record)
     found = {"IAD": independence(record, bootstrap)}
-    if is_spatial(record):
-        found["SH"] = homogeneity(activations, derivatives, bootstrap)
+    spatial = {"derivatives": derivatives, "activations": activations}
+    spatial = {name: maps for name, maps in spatial.items() if maps.locations > 1}
+    if spatial:
+        found["SH"] = homogeneity(spatial, bootstrap)
+    if "derivatives" in spatial:
         found["SUD"] = Assumption("SUD", spatial_correlation(derivatives, reach, bootstrap))
-        found["SUA"] = Assumption(
-            "SUA", spatial_correlation(activations.centred(), reach, bootstrap)
-        )
-    found["WD"] = whiteness(derivatives, bootstrap)
+    if "activations" in spatial:
+        centred = activations.centred()
+        found["SUA"] = Assumption("SUA", spatial_correlation(centred, reach, bootstrap))
+    if derivatives.maps > 1:
+        found["WD"] = whiteness(derivatives, bootstrap)
     return found
 
 
@@ -106,18 +111,32 @@ class Bootstrap:
         """(1 + resamples, examples): how often each is drawn; the first row is the batch itself."""
         generator = torch.Generator().manual_seed(self.seed)
         drawn = torch.randint(examples, (self.resamples, examples), generator=generator)
-        counts = torch.zeros(self.resamples, examples, dtype=torch.float64)
+        counts = torch.zeros(self.resamples, examples)
         counts.scatter_add_(1, drawn, torch.ones_like(counts))
-        return torch.cat([torch.ones(1, examples, dtype=torch.float64), counts])
+        return torch.cat([torch.ones(1, examples), counts])
+
+    def squared_means(self, per_example: Tensor) -> Tensor:
+        """(1 + resamples, ...): the mean over each batch of products of two distinct examples."""
+        flat = per_example.flatten(1)
+        weights = self.weights(len(flat)).to(flat)
+        pairs = weights.sum(1, keepdim=True).square() - weights.square().sum(1, keepdim=True)
+        products = (weights @ flat).square() - weights.square() @ flat.square()
+        # A resample of two examples may have drawn one of them only.
+        return (products / pairs.clamp(min=1)).reshape(len(weights), *per_example.shape[1:])
+
+    def maps_at_a_time(self, elements_per_map: int) -> int:
+        """So many maps' statistics, of all resamples, are of a moderate size."""
+        return max(1, CHUNK_ELEMENTS // ((1 + self.resamples) * elements_per_map))
 
     def means(self, per_example: Tensor) -> Tensor:
         """(1 + resamples, ...): the mean over each batch of what is given for each example."""
         examples = per_example.shape[0]
         weights = self.weights(examples).to(per_example) / examples
-        return (weights @ per_example.flatten(1)).reshape(-1, *per_example.shape[1:])
+        means = weights @ per_example.flatten(1)
+        return means.reshape(len(weights), *per_example.shape[1:])
 
 
-def estimate(values: Tensor, *, least: float = 0.0) -> Estimate:
+def estimate(values: Tensor, *, least: float = 0.0, most: float = math.inf) -> Estimate:
     """From the batch's own value, then those of its resamples.
 
     Magnitudes of small correlations come out too large, for chance adds to them. By how much shows
@@ -125,26 +144,30 @@ def estimate(values: Tensor, *, least: float = 0.0) -> Estimate:
     resamples twice.
 
     Args:
-        least: the smallest value that there can be.
+        least, most: the range of possible values.
     """
     bias = values[1:].mean() - values[0]
     quantiles = torch.quantile(values[1:], values.new_tensor([0.025, 0.975]))
-    three = torch.stack([values[0] - bias, *(quantiles - 2 * bias)]).clamp(min=least)
+    three = torch.stack([values[0] - bias, *(quantiles - 2 * bias)]).clamp(least, most)
     return Estimate(*three.tolist())
 
 
 def spatial_correlation(maps: Maps, reach: int, bootstrap: Bootstrap) -> dict[str, Estimate]:
     """SUD and SUA: mean magnitude of the correlation between distinct locations of a map."""
-    products = bootstrap.means(products_by_offset(maps, reach))
-    correlation = correlations_by_offset(products, maps.size, reach).abs()
     middle = offset_reach(maps.size, reach)
-    distance = _distances(middle).to(correlation.device)
-    flat = correlation.flatten(2)  # (1 + resamples, maps, offsets)
-    live = (at_location(products[0], middle) > 0).nonzero().flatten()
-    flat = flat[:, live]
+    distance = _distances(middle)
+    near, all_of_them = [], []
+    for some in maps.a_few_at_a_time(bootstrap.maps_at_a_time(len(distance))):
+        products = bootstrap.means(products_by_offset(some, reach))
+        live = (at_location(products[0], middle) > 0).nonzero().flatten()
+        correlation = correlations_by_offset(products[:, live], maps.size, reach).abs().flatten(2)
+        near.append(correlation[..., distance.to(live.device) == 1].mean(2))
+        all_of_them.append(correlation[..., distance.to(live.device) > 0].mean(2))
     return {
-        "neighbouring locations": estimate(flat[..., distance == 1].mean((1, 2))),
-        f"locations up to {max(middle)} apart": estimate(flat[..., distance > 0].mean((1, 2))),
+        "neighbouring locations": estimate(torch.cat(near, dim=1).mean(1), most=1.0),
+        f"locations up to {max(middle)} apart": estimate(
+            torch.cat(all_of_them, dim=1).mean(1), most=1.0
+        ),
     }
 
 
@@ -156,12 +179,9 @@ def _distances(reach: tuple[int, ...]) -> Tensor:
     return total.flatten()
 
 
-def homogeneity(activations: Maps, derivatives: Maps, bootstrap: Bootstrap) -> Assumption:
+def homogeneity(maps: Mapping[str, Maps], bootstrap: Bootstrap) -> Assumption:
     """SH: how second moments differ between the locations of a map, relative to their mean."""
-    spreads = {
-        "derivatives": location_spread(derivatives, bootstrap),
-        "activations": location_spread(activations, bootstrap),
-    }
+    spreads = {name: location_spread(some, bootstrap) for name, some in maps.items()}
     worst = sorted(spreads.items(), key=lambda item: -item[1].value)
     return Assumption("SH", {f"second moments of {name}": spread for name, spread in worst})
 
@@ -169,17 +189,20 @@ def homogeneity(activations: Maps, derivatives: Maps, bootstrap: Bootstrap) -> A
 def location_spread(maps: Maps, bootstrap: Bootstrap) -> Estimate:
     """The standard deviation of E[x(t)²] over locations t, relative to its mean over them.
 
-    Less what the batch's own randomness contributes, which is twice as much in a resample.
+    Root mean square over maps. Squares of expectations are means of products of two distinct
+    examples, which chance makes neither larger nor smaller.
     """
-    squares = torch.cat([values.square().sum(0).flatten(2) for _, values in maps.chunks()])
-    means = bootstrap.means(squares)  # (1 + resamples, maps, locations)
-    overall = means.mean(-1)
-    live = (overall[0] > 0).nonzero().flatten()
-    noise = (squares.var(0) / len(squares)).mean(-1)
-    noise = noise * torch.tensor([1.0] + [2.0] * bootstrap.resamples).to(noise).unsqueeze(1)
-    variance = (means.var(-1, correction=0) - noise).clamp(min=0)
-    relative = variance[:, live].sqrt() / overall[:, live].clamp(min=torch.finfo(means.dtype).tiny)
-    return estimate(relative.mean(1))
+    variances = []
+    for some in maps.a_few_at_a_time(bootstrap.maps_at_a_time(maps.locations)):
+        squares = torch.cat([values.square().sum(0).flatten(2) for _, values in some.chunks()])
+        squares = squares[:, (squares.sum((0, 2)) > 0).nonzero().flatten()]
+        means = squares.mean(-1, keepdim=True)
+        variance = bootstrap.squared_means(squares - means).mean(-1)
+        square = bootstrap.squared_means(means).squeeze(-1)
+        # Resamples may have drawn hardly an example on which a map is alive.
+        variances.append(torch.where(square > 0, variance / torch.where(square > 0, square, 1), 0))
+    # Over all maps before the root: of each on its own, chance below zero would be lost.
+    return estimate(torch.cat(variances, dim=1).mean(1).clamp(min=0).sqrt())
 
 
 def whiteness(derivatives: Maps, bootstrap: Bootstrap) -> Assumption:
@@ -193,14 +216,15 @@ def whiteness(derivatives: Maps, bootstrap: Bootstrap) -> Assumption:
     size = moments.shape[-1]
     correlation = correlation_matrix(moments).abs()
     pairs = size * (size - 1)
-    off_diagonal = (correlation.sum((1, 2)) - size).clamp(min=0) / (pairs or math.nan)
+    own = correlation.diagonal(dim1=-2, dim2=-1).sum(-1)
+    off_diagonal = (correlation.sum((1, 2)) - own) / (pairs or math.nan)
     variances = moments.diagonal(dim1=-2, dim2=-1)
     mean = variances.mean(-1)
     spread = (variances - mean.unsqueeze(-1)).square().mean(-1).sqrt() / mean
     return Assumption(
         "WD",
         {
-            "correlation of distinct maps": estimate(off_diagonal),
+            "correlation of distinct maps": estimate(off_diagonal, most=1.0),
             "spread of the maps' variances": estimate(spread),
         },
     )
@@ -214,8 +238,9 @@ def independence(record: LayerRecord, bootstrap: Bootstrap) -> Assumption:
     """
     activation, derivative = [], []
     for _, activations, derivatives in record.row_chunks():
-        activation.append(activations.double().square().sum((1, 3)))
-        derivative.append(derivatives.double().square().sum((0, 2, 4)))
+        wide = widest(activations.device)
+        activation.append(activations.to(wide).square().sum((1, 3)))
+        derivative.append(derivatives.to(wide).square().sum((0, 2, 4)))
     first, second = torch.cat(activation), torch.cat(derivative)  # (examples, |T|)
     measures: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "energies of a location": lambda a, b: _pooled_correlation(a, b, bootstrap),
@@ -225,7 +250,10 @@ def independence(record: LayerRecord, bootstrap: Bootstrap) -> Assumption:
     }
     return Assumption(
         "IAD",
-        {name: estimate(measure(first, second), least=-1.0) for name, measure in measures.items()},
+        {
+            name: estimate(measure(first, second), least=-1.0, most=1.0)
+            for name, measure in measures.items()
+        },
     )
 
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from kfc.analysis.krylov import (
+    UnsolvableError,
     conjugate_gradients,
     operator_norm,
     random_start,
     top_eigenvalues,
 )
-from kfc.checks import require_number
+from kfc.checks import require_number, widest
 from kfc.kronecker import Factors
 
 GIB = 1 << 30
@@ -125,8 +126,12 @@ def reciprocal(values: Tensor, damping: float) -> Tensor:
     require_number("damping", damping)
     damped = values + damping
     if bool((damped == 0).any()):
-        raise ZeroDivisionError("the block is singular: give a damping above 0")
+        raise UnsolvableError("the block is singular: give a damping above 0")
     return 1 / damped
+
+
+def in_widest(values: Tensor) -> Tensor:
+    return values.to(widest(values.device))
 
 
 def descending(values: Tensor) -> Tensor:
@@ -153,7 +158,7 @@ class KroneckerBlock(Block):
         return self.factors.derivative @ vector @ self.factors.activation
 
     def solve(self, vector: Tensor, damping: float) -> Tensor:
-        values, activation_basis, derivative_basis = self._eigen()
+        values, activation_basis, derivative_basis = self.eigen()
         rotated = derivative_basis.mT @ vector.to(values) @ activation_basis
         rotated = rotated * reciprocal(values, damping)
         return (derivative_basis @ rotated @ activation_basis.mT).to(vector)
@@ -166,13 +171,13 @@ class KroneckerBlock(Block):
         return block_diagonal([torch.kron(*pair) for pair in zip(*self.factors, strict=True)])
 
     def spectrum(self) -> Tensor:
-        return descending(self._eigen()[0])
+        return descending(self.eigen()[0])
 
-    def _eigen(self) -> tuple[Tensor, Tensor, Tensor]:
+    def eigen(self) -> tuple[Tensor, Tensor, Tensor]:
         """The eigenvalues (groups, I, n), and the bases of Ω and Γ."""
         if self._decomposition is None:
             (activation, activation_basis), (derivative, derivative_basis) = (
-                torch.linalg.eigh(factor.double()) for factor in self.factors
+                torch.linalg.eigh(in_widest(factor)) for factor in self.factors
             )
             values = derivative.unsqueeze(-1) * activation.unsqueeze(-2)
             self._decomposition = values, activation_basis, derivative_basis
@@ -250,12 +255,12 @@ class UnitBlock(Block):
 
     def solve(self, vector: Tensor, damping: float) -> Tensor:
         require_number("damping", damping)
-        damped = self.units.double().clone()
+        damped = in_widest(self.units).clone()
         damped.diagonal(dim1=-2, dim2=-1).add_(damping)
         try:
             solved = torch.linalg.solve(damped, self._columns(vector).to(damped))
-        except RuntimeError as error:  # torch.linalg.LinAlgError
-            raise ZeroDivisionError("the block is singular: give a damping above 0") from error
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+            raise UnsolvableError("the block is singular: give a damping above 0") from error
         return self._from_columns(solved, vector)
 
     def _columns(self, vector: Tensor) -> Tensor:
@@ -278,5 +283,5 @@ class UnitBlock(Block):
 
     def spectrum(self) -> Tensor:
         if self._values is None:
-            self._values = descending(torch.linalg.eigvalsh(self.units.double()))
+            self._values = descending(torch.linalg.eigvalsh(in_widest(self.units)))
         return self._values

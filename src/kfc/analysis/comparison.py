@@ -18,9 +18,10 @@ from kfc.analysis.blocks import (
     NEGATIVE_TOLERANCE,
     Block,
     TooLargeError,
+    in_widest,
 )
 from kfc.analysis.exact import ExactBlock
-from kfc.analysis.krylov import operator_norm, random_start
+from kfc.analysis.krylov import UnsolvableError, operator_norm, random_start
 from kfc.analysis.recording import LayerRecord, factored_layers, record_layer, run_model
 from kfc.buffers import SavedBuffers
 from kfc.capture import suspended
@@ -46,7 +47,7 @@ class Quality:
     Attributes:
         frobenius_error: ‖F̂ - F‖ / ‖F‖ in the Frobenius norm.
         frobenius_uncertainty: its standard error, 0 where it was computed exactly.
-        operator_error: ‖F̂ - F‖ / ‖F‖ in the operator norm, to a relative error of 1%.
+        operator_error: ‖F̂ - F‖ / ‖F‖ in the operator norm, to about 1% (Lanczos' method).
         cosine: of the angle between (F̂ + δ)⁻¹ g and the exact damped natural gradient; each, if it
             has to be found by products, to a relative residual of 0.001.
         decrease: what a step along (F̂ + δ)⁻¹ g makes the loss decrease by, to first order, relative
@@ -201,7 +202,7 @@ def compare_blocks(
             progress(record.name, APPROXIMATIONS[name].title)
         try:
             qualities[name] = truth.quality(_built(name, record, max_gib))
-        except (TooLargeError, ArithmeticError) as error:
+        except (TooLargeError, UnsolvableError) as error:
             left_out[name] = str(error)
     return LayerComparison(
         record.name,
@@ -290,21 +291,19 @@ class _Truth:
     def _frobenius_error(self, block: Block) -> tuple[float, float]:
         """‖F̂ - F‖ / ‖F‖, and its standard error."""
         if self.is_small:
-            norm = self.dense.norm()
-            return ((block.dense() - self.dense).norm() / norm).item(), 0.0
-        squares = (block.product(self.probes) - self.probe_images).square().sum((1, 2, 3))
+            norm = float(self.dense.norm())
+            error = float((block.dense() - self.dense).norm())
+            return (error / norm, 0.0) if norm else (math.nan, 0.0)
+        outside = (block.product(self.probes) - self.probe_images).square().sum((1, 2, 3))
         inside = (block.product(self.top) - self.top_images).square().sum() if len(self.top) else 0
-        square = float(squares.mean() + inside)
-        deviation = float(squares.std()) / math.sqrt(len(squares))
-        norm = self._frobenius_norm()
-        error = math.sqrt(square)
-        return error / norm, deviation / (2 * error * norm) if error else 0.0
+        return _root_of_ratio(outside + inside, self._squared_norms())
 
-    def _frobenius_norm(self) -> float:
+    def _squared_norms(self) -> Tensor:
+        """‖F‖² for every probe: exactly, or as each of them estimates it."""
         spectrum = self.exact.spectrum()
-        if spectrum is not None:
-            return float(spectrum.norm())
-        return math.sqrt(float(self.probe_images.square().sum((1, 2, 3)).mean()))
+        if spectrum is None:
+            return self.probe_images.square().sum((1, 2, 3))
+        return spectrum.square().sum().to(self.probes).expand(len(self.probes))
 
     def _decrease(self, natural: Tensor) -> float:
         """gᵀv at equal vᵀ(F + δ)v, relative to the largest there is."""
@@ -316,8 +315,19 @@ class _Truth:
         return _dot(self.gradient, natural) / math.sqrt(length * best)
 
 
+def _root_of_ratio(above: Tensor, below: Tensor) -> tuple[float, float]:
+    """The root of the ratio of two means, and its standard error (jackknife)."""
+    count = len(above)
+    if not bool(below.any()):
+        return math.nan, 0.0
+    ratio = float((above.sum() / below.sum()).sqrt())
+    without = ((above.sum() - above) / (below.sum() - below)).sqrt()
+    deviation = (without - without.mean()).square().sum() * (count - 1) / count
+    return ratio, float(deviation.sqrt())
+
+
 def _dot(first: Tensor, second: Tensor) -> float:
-    return float((first.double() * second.double()).sum())
+    return float((in_widest(first) * in_widest(second)).sum())
 
 
 def _cosine(first: Tensor, second: Tensor) -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from kfc.analysis.recording import LayerRecord
-from kfc.checks import require_whole
+from kfc.checks import require_whole, widest
 from kfc.layers import ConvolutionHandler
 
 DEFAULT_REACH = 7
@@ -18,7 +19,8 @@ DEFAULT_REACH = 7
 class Maps:
     """Values on maps, (draws, examples, maps, *T), a few examples at a time.
 
-    Sums over draws are expectations. Of several calls of a layer the first is taken.
+    Sums over draws are expectations. Frames folded into the batch are draws of their example, and
+    of several calls of a layer the first is taken.
     """
 
     def __init__(self, values: Tensor, centre: Tensor | None = None) -> None:
@@ -28,48 +30,61 @@ class Maps:
         self.maps = values.shape[2]
         self.size: tuple[int, ...] = tuple(values.shape[3:])
 
+    @property
+    def locations(self) -> int:
+        return prod(self.size)
+
     def centred(self) -> Maps:
         """Less each map's mean over draws, examples and locations."""
         dims = (0, 1, *range(3, self._values.dim()))
-        mean = self._values.double().mean(dims)
+        mean = self._values.mean(dims, dtype=widest(self._values.device))
         return Maps(self._values, mean.reshape(-1, *(1,) * len(self.size)))
 
     def at_most(self, count: int) -> Maps:
         """All maps, or evenly chosen ones."""
         step = max(1, -(-self.maps // count))
-        centre = None if self._centre is None else self._centre[::step]
-        return Maps(self._values[:, :, ::step], centre)
+        return self._some(slice(None, None, step))
+
+    def a_few_at_a_time(self, count: int) -> Iterator[Maps]:
+        """All maps, at most so many together."""
+        for start in range(0, self.maps, count):
+            yield self._some(slice(start, start + count))
+
+    def _some(self, part: slice) -> Maps:
+        centre = None if self._centre is None else self._centre[part]
+        return Maps(self._values[:, :, part], centre)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """(part, values in double precision)"""
+        """(part, values in the widest precision)"""
         elements = self._values[:, 0].numel() * 4
         step = max(1, (1 << 25) // max(1, elements))
         for start in range(0, self.examples, step):
             part = slice(start, min(start + step, self.examples))
-            values = self._values[:, part].double()
+            values = self._values[:, part].to(widest(self._values.device))
             yield part, values if self._centre is None else values - self._centre
 
 
 def activation_maps(record: LayerRecord) -> Maps:
-    """The layer's inputs, (1, examples, J, *T); one location for a linear layer."""
-    return Maps(_as_maps(record, record.calls[0].inputs).unsqueeze(0))
+    """The layer's inputs, (frames, examples, J, *T)."""
+    return Maps(_as_maps(record, record.calls[0].inputs))
 
 
 def derivative_maps(record: LayerRecord) -> Maps:
-    """Derivatives with respect to the layer's pre-activations, (draws, examples, I, *T)."""
-    return Maps(torch.stack([_as_maps(record, d) for d in record.calls[0].derivatives]))
+    """Derivatives in the layer's pre-activations, (draws · frames, examples, I, *T)."""
+    return Maps(torch.cat([_as_maps(record, d) for d in record.calls[0].derivatives]))
 
 
 def _as_maps(record: LayerRecord, values: Tensor) -> Tensor:
+    """(examples · frames, ...) -> (frames, examples, maps, *T)"""
+    by_example: Tensor = values.unflatten(0, (record.examples, -1)).transpose(0, 1)
     if isinstance(record.handler, ConvolutionHandler):
-        # Frames folded into the batch are examples of their own here.
-        return values
-    return values.reshape(-1, values.shape[-1])
+        return by_example
+    return by_example.movedim(-1, 2)  # what lies between the batch and the units are locations
 
 
 def is_spatial(record: LayerRecord) -> bool:
-    """Whether the layer has maps with more than one location."""
-    return isinstance(record.handler, ConvolutionHandler) and record.rows_per_example > 1
+    """Whether the layer's inputs or outputs have more than one location."""
+    return max(activation_maps(record).locations, derivative_maps(record).locations) > 1
 
 
 def offset_reach(size: Sequence[int], reach: int) -> tuple[int, ...]:
@@ -94,9 +109,9 @@ def products_by_offset(maps: Maps, reach: int) -> Tensor:
 
 def pairs_by_offset(size: Sequence[int], reach: int) -> Tensor:
     """(*offsets): how many pairs of locations lie at each offset."""
-    counts = torch.ones((), dtype=torch.float64)
+    counts = torch.ones(())
     for length, limit in zip(size, offset_reach(size, reach), strict=True):
-        along = length - torch.arange(-limit, limit + 1, dtype=torch.float64).abs()
+        along = length - torch.arange(-limit, limit + 1.0).abs()
         counts = counts.unsqueeze(-1) * along
     return counts
 
@@ -135,11 +150,11 @@ def cross_map_moments(maps: Maps) -> Tensor:
 
 def cross_map_moment_at(maps: Maps, location: Sequence[int]) -> Tensor:
     """(maps, maps): Σ over draws and examples of x_i x_j at one location."""
-    total = torch.zeros((), dtype=torch.float64)
+    parts = []
     for _, values in maps.chunks():
         by_map = at_location(values, location).flatten(0, 1)
-        total = total.to(by_map) + by_map.mT @ by_map
-    return total
+        parts.append(by_map.mT @ by_map)
+    return torch.stack(parts).sum(0)
 
 
 def correlation_matrix(moments: Tensor) -> Tensor:
@@ -154,8 +169,8 @@ class Correlations:
     """What figures 1 and 2 show of one layer.
 
     Attributes:
-        derivative_offsets: (I, *offsets), autocorrelation of each derivative map; ``None`` for
-            layers without locations, as is ``activation_offsets``.
+        derivative_offsets: (I, *offsets), autocorrelation of each derivative map; ``None`` if the
+            maps have a single location.
         activation_offsets: (J, *offsets), likewise of activations, uncentred as in the paper.
         derivative_maps: (I, I), correlations between derivative maps at the middle location.
         activation_maps: (J, J), likewise of activations.
@@ -170,7 +185,7 @@ class Correlations:
 def correlations(record: LayerRecord, reach: int = DEFAULT_REACH) -> Correlations:
     """Autocorrelations over space, and correlations between maps at the middle location."""
     both = derivative_maps(record), activation_maps(record)
-    offsets = [autocorrelation(maps, reach) if is_spatial(record) else None for maps in both]
+    offsets = [autocorrelation(maps, reach) if maps.locations > 1 else None for maps in both]
     across = []
     for maps in both:
         middle = [length // 2 for length in maps.size]

@@ -8,37 +8,58 @@ import torch
 from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]
+STEPS_BETWEEN_LOOKS = 8
 
 
-def lanczos(product: Product, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Ritz values of a symmetric matrix, descending, and a bound on each one's error.
+class UnsolvableError(ArithmeticError):
+    """A system that is singular, or was not solved in as many steps as were allowed."""
 
-    With full reorthogonalisation; ends early when the Krylov space is exhausted.
+
+class Lanczos:
+    """Ritz values of a symmetric matrix, from a Krylov space that can be extended.
+
+    With full reorthogonalisation.
 
     Args:
         product: the matrix times a vector, in any shape.
         start: a vector; directions orthogonal to it stay unseen.
     """
-    basis = [start / start.norm()]
-    diagonal: list[Tensor] = []
-    off_diagonal: list[Tensor] = []
-    steps = min(steps, start.numel())
-    for step in range(steps):
-        vector = product(basis[-1])
-        diagonal.append((vector * basis[-1]).sum())
-        vector = _orthogonal_to(basis, vector)
-        off_diagonal.append(vector.norm())
-        scale = torch.stack(diagonal).abs().max()
-        if step + 1 == steps or off_diagonal[-1] <= 10 * _rounding(start) * scale:
-            break
-        basis.append(vector / off_diagonal[-1])
-    tridiagonal = torch.stack(diagonal).diag()
-    if len(diagonal) > 1:
-        beside = torch.stack(off_diagonal[:-1])
-        tridiagonal = tridiagonal + beside.diag(1) + beside.diag(-1)
-    values, vectors = torch.linalg.eigh(tridiagonal.double())
-    errors = off_diagonal[-1].double() * vectors[-1].abs()
-    return values.flip(0), errors.flip(0)
+
+    def __init__(self, product: Product, start: Tensor) -> None:
+        self._product = product
+        self._next: Tensor | None = start / start.norm()
+        self._basis: list[Tensor] = []
+        self._diagonal: list[Tensor] = []
+        self._beside: list[Tensor] = []
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the space is as large as it can become."""
+        return self._next is None
+
+    def extend(self, steps: int) -> None:
+        for _ in range(steps):
+            if self._next is None:
+                return
+            self._basis.append(self._next)
+            vector = self._product(self._next)
+            self._diagonal.append((vector * self._next).sum())
+            vector = _orthogonal_to(self._basis, vector)
+            self._beside.append(vector.norm())
+            scale = torch.stack(self._diagonal).abs().max()
+            complete = len(self._basis) == vector.numel()
+            tiny = self._beside[-1] <= 10 * torch.finfo(vector.dtype).eps * scale
+            self._next = None if complete or tiny else vector / self._beside[-1]
+
+    def values(self) -> tuple[Tensor, Tensor]:
+        """Ritz values, descending, and a bound on each one's error."""
+        tridiagonal = torch.stack(self._diagonal).diag()
+        if len(self._diagonal) > 1:
+            beside = torch.stack(self._beside[:-1])
+            tridiagonal = tridiagonal + beside.diag(1) + beside.diag(-1)
+        values, vectors = torch.linalg.eigh(tridiagonal.to("cpu", torch.float64))
+        errors = self._beside[-1].to(values) * vectors[-1].abs()
+        return values.flip(0), errors.flip(0)
 
 
 def _orthogonal_to(basis: list[Tensor], vector: Tensor) -> Tensor:
@@ -46,10 +67,6 @@ def _orthogonal_to(basis: list[Tensor], vector: Tensor) -> Tensor:
         for direction in basis:
             vector = vector - (vector * direction).sum() * direction
     return vector
-
-
-def _rounding(tensor: Tensor) -> float:
-    return torch.finfo(tensor.dtype).eps
 
 
 def random_start(shape: tuple[int, ...], like: Tensor, seed: int = 0) -> Tensor:
@@ -60,28 +77,37 @@ def random_start(shape: tuple[int, ...], like: Tensor, seed: int = 0) -> Tensor:
 def top_eigenvalues(
     product: Product, start: Tensor, count: int, *, tolerance: float = 1e-6, most: int = 300
 ) -> Tensor:
-    """The largest eigenvalues, descending, each to a relative error that is below the tolerance.
+    """The largest eigenvalues, descending.
 
-    Copies of a multiple eigenvalue are seen once.
+    To a relative error below the tolerance, unless that takes more than ``most`` products. Copies
+    of a multiple eigenvalue are seen once.
     """
-    steps = min(start.numel(), 2 * count + 10)
+    space, taken, steps = Lanczos(product, start), 0, 2 * count + 10
     while True:
-        values, errors = lanczos(product, start, steps)
-        settled = (errors[:count] <= tolerance * values[0].abs()).all()
-        if settled or steps >= min(most, start.numel()) or len(values) < steps:
+        space.extend(steps)
+        taken += steps
+        values, errors = space.values()
+        settled = bool((errors[:count] <= tolerance * values[0].abs()).all())
+        if settled or space.exhausted or taken >= most:
             return values[:count]
-        steps = min(2 * steps, most)
+        steps = min(taken, most - taken)
 
 
-def operator_norm(product: Product, start: Tensor, *, tolerance: float = 1e-2) -> float:
-    """The largest magnitude of an eigenvalue, to a relative error below the tolerance."""
-    steps = 12
-    while True:
-        values, errors = lanczos(product, start, steps)
+def operator_norm(
+    product: Product, start: Tensor, *, tolerance: float = 1e-2, most: int = 96
+) -> float:
+    """The largest magnitude of an eigenvalue.
+
+    To a relative error below the tolerance, unless that takes more than ``most`` products.
+    """
+    space = Lanczos(product, start)
+    for _ in range(most // STEPS_BETWEEN_LOOKS):
+        space.extend(STEPS_BETWEEN_LOOKS)
+        values, errors = space.values()
         norm, index = values.abs().max(0)
-        if errors[index] <= tolerance * norm or steps >= start.numel() or steps >= 96:
-            return float(norm)
-        steps *= 2
+        if errors[index] <= tolerance * norm or space.exhausted:
+            break
+    return float(norm)
 
 
 def conjugate_gradients(
@@ -90,7 +116,7 @@ def conjugate_gradients(
     """The solution of a positive definite system, to a relative residual below the tolerance.
 
     Raises:
-        ArithmeticError: if it is not reached.
+        UnsolvableError: if it is not reached.
     """
     solution = torch.zeros_like(right)
     residual = right.clone()
@@ -108,7 +134,7 @@ def conjugate_gradients(
         direction = residual + square / before * direction
     if square <= goal:
         return solution
-    raise ArithmeticError(
+    raise UnsolvableError(
         f"the system was not solved in {most} steps: the relative residual is "
         f"{(square / right.square().sum()).sqrt().item():.1e}; give a larger damping"
     )

@@ -223,6 +223,7 @@ def record_layer(
         stack.enter_context(torch.enable_grad())
         heard = _Listener(handler, stack)
         outputs = select_output(run_model(model, inputs), output)
+        heard.listening = False  # checkpointing runs layers again on the way back
         distribution = resolve_likelihood(likelihood)
         distribution.validate(outputs)
         heard.check(layer, len(outputs))
@@ -252,6 +253,7 @@ class _Listener:
 
     def __init__(self, handler: KroneckerHandler, stack: ExitStack) -> None:
         self._handler = handler
+        self.listening = True
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] = []
         self._edges: list[GradientEdge] = []
@@ -259,6 +261,8 @@ class _Listener:
             stack.callback(module.register_forward_hook(self._note, with_kwargs=True).remove)
 
     def _note(self, module: nn.Module, args: Any, kwargs: Any, outputs: Tensor) -> None:
+        if not self.listening:
+            return
         inputs = args[0] if args else next(iter(kwargs.values()))
         self._inputs.append(self._with_batch(inputs.detach().clone()))
         self._outputs.append(self._with_batch(torch.empty_like(outputs, device="meta")))
