@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import kfc
+from kfc.layers.structures import STRUCTURES
 from kfc.session import Session
 
 
@@ -194,6 +196,53 @@ def test_no_session_outlives_its_step(kind):
         optimizer.step()
     gc.collect()
     assert live_sessions() == 0
+
+
+@pytest.mark.parametrize("curvature", STRUCTURES)
+def test_no_activation_outlives_its_step(curvature):
+    """Also if the loss does: autograd lets go of them then, and so must the hooks."""
+    twice, norm = nn.Linear(5, 5), nn.LayerNorm(5)
+    model = nn.Sequential(nn.Linear(4, 5), norm, twice, nn.Tanh(), twice, nn.Linear(5, 3))
+    optimizer = kfc.KFC(
+        model, curvature=curvature, fisher="empirical", statistics_period=1, fisher_clip=None
+    )
+    losses, activations = [], []
+    for layer in model[1:]:
+        layer.register_forward_pre_hook(
+            lambda _, args: activations.append(StorageWeakRef(args[0].untyped_storage()))
+        )
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(F.cross_entropy(model(torch.randn(6, 4)), torch.randint(3, (6,))))
+        losses[-1].backward()
+        # Derivatives of a layer that is called twice wait for the step.
+        assert activations[0].expired()
+        optimizer.step()
+        assert all(activation.expired() for activation in activations)
+
+
+@pytest.mark.usefixtures("double")
+def test_two_backward_passes_through_one_forward():
+    """For a layer that is called once they are two draws; where gradients wait, they add up."""
+    x, targets = torch.randn(6, 4), torch.randint(3, (2, 6))
+    found = {}
+    for which in ("first", "second", "sum", "one after the other"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3))
+        optimizer = kfc.KFC(model, curvature="diagonal", fisher="empirical", fisher_clip=None)
+        outputs = model(x)
+        first, second = (F.cross_entropy(outputs, labels) for labels in targets)
+        if which == "one after the other":
+            first.backward(retain_graph=True)
+            second.backward()
+        else:
+            {"first": first, "second": second, "sum": first + second}[which].backward()
+        optimizer.step()
+        layers = optimizer.preconditioner.curvature.layers
+        found[which] = {name: layer.running[0] for name, layer in layers.items()}
+    both = found["one after the other"]
+    torch.testing.assert_close(both["1"], found["first"]["1"] + found["second"]["1"])
+    torch.testing.assert_close(both["0"], found["sum"]["0"])
 
 
 @pytest.mark.parametrize("kind", ["exact", "empirical"])

@@ -151,7 +151,7 @@ class Capture:
         if self._during_backward:
             # Not through the call, whose edge would hold the graph in a cycle.
             hook = partial(
-                take_in_user_backward, session, statistics, kept, output.shape, edge.output_nr
+                take_in_user_backward, session, statistics, [kept], output.shape, edge.output_nr
             )
             edge.node.register_prehook(hook)
 

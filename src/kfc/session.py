@@ -153,15 +153,22 @@ def take_derivative(
 def take_in_user_backward(
     session: Session,
     statistics: Statistics,
-    kept: Any,
+    kept: list[Any],
     shape: torch.Size,
     output_nr: int,
     derivatives: tuple[Tensor | None, ...],
 ) -> None:
+    """
+    Args:
+        kept: what the statistics keep of the inputs, in a list that is emptied when autograd lets
+            go of them too: the graph lives for as long as the user holds the loss.
+    """
     value = derivatives[output_nr]
-    if session.examples and value is not None:
+    if session.examples and value is not None and kept:
         with session.timed():
-            take_derivative(session, statistics, kept, shape, value)
+            take_derivative(session, statistics, kept[0], shape, value)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            kept.clear()
 
 
 def without_autocast(device: torch.device) -> torch.autocast:

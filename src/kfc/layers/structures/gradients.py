@@ -45,8 +45,9 @@ class SquaredGradients:
     """Σ over examples of (U_Γᵀ G U_Ω)², squared entry by entry, with G = Σ_t Ds_t (1, a_t).
 
     The calls of one draw add up before their squares are taken: like frames folded into the batch
-    they are locations of their example. Rows that are not of one example each count alone;
-    independent targets make them uncorrelated.
+    they are locations of their example. (Of a layer that is called once, two backward passes of the
+    user through one forward pass are two draws, whose squares add up.) Rows that are not of one
+    example each count alone; independent targets make them uncorrelated.
     """
 
     def __init__(self, handler: KroneckerHandler, bases: Bases) -> None:
