@@ -26,6 +26,19 @@ def small_network(pooling="max", first="conv1"):
     return nn.Sequential(layers)
 
 
+class SequenceFirst(nn.Module):
+    """Its first layer runs on (8, M, 5), the rows of images before the examples."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.fc = nn.Linear(5, 3), nn.Linear(24, 4)
+
+    def forward(self, images):
+        sequences = self.first(images[:, 0, :, :5].transpose(0, 1))
+        return self.fc(sequences.transpose(0, 1).flatten(1))
+
+
 def subject_of(model, label="network", size=(1, 8, 8), examples=12):
     torch.manual_seed(1)
     images, labels = torch.randn(examples, *size), torch.randint(4, (examples,))

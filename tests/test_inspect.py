@@ -13,7 +13,8 @@ from torch import nn
 
 import kfc.analysis as analysis
 from commands import assert_clear_error, kfc, kfc_here, start_kfc
-from inspected_networks import inspect_small, small_network, subject_of
+from inspected_networks import SequenceFirst, inspect_small, small_network, subject_of
+from kfc.analysis.krylov import UnsolvableError
 from kfc.experiments.config import ConfigError
 from kfc.experiments.data import Inputs, load
 from kfc.experiments.findings import InspectionSettings, thinned_ranks
@@ -291,7 +292,7 @@ def test_the_memory_bounds_what_is_held():
 
 def test_what_cannot_be_solved_is_left_out(monkeypatch):
     def unsolvable(self, vector, damping):
-        raise ArithmeticError("the system was not solved")
+        raise UnsolvableError("the system was not solved")
 
     monkeypatch.setattr("kfc.analysis.exact.IndependentBlock.solve", unsolvable)
     subject = subject_of(small_network())
@@ -359,6 +360,19 @@ def test_every_figure_is_valid_plotly(tmp_path):
     # Two pictures of two kinds of two layers, three spectra, the errors; each twice.
     assert len(figures) == 2 * (2 * 2 * 2 + 3 + 1)
     assert len({figure.id for figure in figures}) == len(figures)
+@pytest.mark.parametrize("examples", [12, 8, 2])
+def test_a_layer_without_rows_of_its_examples_is_noted(examples):
+    """It runs on (8, M, 5), also where 8 happens to be a multiple of the examples."""
+    subject = subject_of(SequenceFirst(), examples=examples)
+    inspection = inspect_small(subject, approximations=("kfc",))
+    first, fc = inspection.layers
+    assert "rows that do not belong to one" in first.notes[0]
+    assert first.assumptions is None
+    assert fc.notes == ()
+    assert fc.assumptions is not None
+    assert list(fc.comparison.approximations) == ["kfc"]
+
+
     for figure in figures:
         for traces in figure.variants:
             go.Figure(traces, figure.layout)

@@ -119,9 +119,9 @@ class _LayerInspector:
         found = LayerInspection(name, kind, (handler.groups, rows, columns))
         try:
             elements = self._derivatives_per_example(name)
+            return self._compared(self._tested(found, elements), elements)
         except ValueError as error:
             return replace(found, notes=(str(error),))
-        return self._compared(self._tested(found, elements), elements)
 
     def _tested(self, found: LayerInspection, elements: int) -> LayerInspection:
         """With assumptions and correlations, from sampled targets."""
@@ -186,12 +186,28 @@ class _LayerInspector:
         )
 
     def _derivatives_per_example(self, name: str) -> int:
-        """How many there are for one target."""
-        record = self._record(name, 1, 1)
-        return sum(call.derivatives[0].numel() for call in record.calls)
+        """How many there are for one target.
+
+        Raises:
+            ValueError: the layer's rows do not become more with the examples.
+        """
+        most = min(3, self._settings.examples)
+        fewer, more = (self._record(name, count, 1) for count in (most - 1, most))
+        if _rows_per_example(fewer) != _rows_per_example(more):
+            shapes = [tuple(call.outputs.shape) for call in more.calls]
+            raise ValueError(
+                f"layer {name!r} runs on rows that do not belong to one of {most} examples each "
+                f"(shapes {shapes}), so that no example has a gradient of its own"
+            )
+        return sum(call.derivatives[0].numel() for call in more.calls) // most
 
     def _affordable(self, elements_per_example: int) -> int:
         """So many examples' derivatives fit into the memory, of those that are wanted."""
         size = torch.finfo(torch.get_default_dtype()).bits // 8
         most = self._settings.memory * GIB / (size * elements_per_example)
         return max(2, min(self._settings.examples, math.floor(most)))
+
+
+def _rows_per_example(record: LayerRecord) -> list[float]:
+    """Of every call; the same for any number of examples, unless they are not along the rows."""
+    return [call.outputs.shape[0] / record.examples for call in record.calls]
