@@ -321,16 +321,35 @@ def test_outputs_must_be_finite():
         inspect_small(subject_of(model))
 
 
-def test_json_has_no_nan():
+def test_a_layer_without_derivatives_has_no_errors(tmp_path):
+    """Relative to a block of zeros nothing has a size: JSON, tables and the page leave it out."""
     model = small_network()
     model.conv2.weight.data.zero_()  # its derivatives reach conv1 no more
     inspection = inspect_small(subject_of(model), approximations=("kfc", "diagonal"))
     text = json.dumps(inspection.to_json(), allow_nan=False)
     assert json.loads(text)["format"] == 1
-    for layer in inspection.layers:
-        quality_rows(layer.comparison)
-    write = inspection_sections([inspection])
-    assert "unknown" in write[0].html() or "holds" in write[0].html()
+    for row in quality_rows(inspection.layers[0].comparison)[1:]:
+        assert row[2:7] == ("–",) * 5
+    write_inspection_page(tmp_path / "page.html", [inspection], "Dead")
+    page = (tmp_path / "page.html").read_text()
+    assert '<th scope="row">conv1</th><td class="holds">' in page
+    assert "<td>unknown</td>" in page
+    (errors,) = (f for f in figures_of(inspection) if f.id == "errors-0")
+    marks = {trace["name"]: trace["y"] for trace in errors.variants[0]}
+    assert marks["conv1"] == [None, None]
+    assert all(error > 0 for error in marks["fc"])
+
+
+@pytest.mark.parametrize(("uncertainty", "cell"), [(0.01, "0.2 ± 0.01"), (math.nan, "0.2")])
+def test_an_unknown_uncertainty_is_left_out(uncertainty, cell):
+    quality = analysis.Quality(0.2, uncertainty, 0.1, 0.9, 0.8, 1.0, 0.0, True, None)
+    comparison = analysis.LayerComparison("fc", (1, 2, 3), 4, 1.0, 1.0, None, {"kfc": quality}, {})
+    assert quality_rows(comparison)[1][2] == cell
+
+
+def figures_of(*inspections):
+    sections = inspection_sections(inspections)
+    return [figure for section in sections for figure in section.all_figures()]
 
 
 def test_settings_are_checked():
@@ -355,8 +374,7 @@ def test_every_figure_is_valid_plotly(tmp_path):
         inspect_small(subject_of(small_network(pooling), pooling), approximations=("kfc", "prong"))
         for pooling in ("max", "average")
     ]
-    sections = inspection_sections(inspections)
-    figures = [figure for section in sections for figure in section.all_figures()]
+    figures = figures_of(*inspections)
     # Two pictures of two kinds of two layers, three spectra, the errors; each twice.
     assert len(figures) == 2 * (2 * 2 * 2 + 3 + 1)
     assert len({figure.id for figure in figures}) == len(figures)

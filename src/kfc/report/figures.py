@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -86,8 +87,15 @@ def plain(text: str, longest: int = LONGEST_LABEL) -> str:
 
 
 def rounded(values: Sequence[Any]) -> list[Any]:
-    """Six digits are more than a figure shows, and half of what floats take in a file."""
-    return [float(f"{v:.6g}") if isinstance(v, float) else v for v in values]
+    """Six digits are more than a figure shows, and half of what floats take in a file.
+
+    What is no number becomes None, which is left out.
+    """
+    return [_rounded(v) if isinstance(v, float) else v for v in values]
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def thinned(items: Sequence[Item], most: int = MOST_POINTS) -> Sequence[Item]:

@@ -67,7 +67,7 @@ def quality_rows(comparison: LayerComparison) -> list[Row]:
     rows: list[Row] = [QUALITIES]
     for name, quality in comparison.approximations.items():
         error = _number(quality.frobenius_error)
-        if quality.frobenius_uncertainty:
+        if quality.frobenius_uncertainty > 0:
             error += f" ± {quality.frobenius_uncertainty:.1g}"
         others = (quality.operator_error, quality.cosine, quality.decrease, quality.trace_ratio)
         kind = APPROXIMATIONS[name]
