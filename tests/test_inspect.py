@@ -5,6 +5,8 @@ import math
 import signal
 import time
 
+from dataclasses import replace
+from importlib import import_module
 import plotly.graph_objects as go
 import pytest
 import torch
@@ -24,6 +26,7 @@ from kfc.report.inspection import inspection_sections, write_inspection_page
 from kfc.report.verdicts import ASSUMPTIONS, notes_of, quality_rows, verdict_rows
 
 FEW = ("--examples", "16", "--samples", "2", "--reach", "2", "--threads", "1")
+KINDS = ("derivatives", "activations")
 NETWORKS = """
 from torch import nn
 
@@ -403,17 +406,18 @@ def test_a_layer_without_rows_of_its_examples_is_noted(examples):
     assert '<td class="fails">fails ' in page
 
 
-@pytest.mark.parametrize(("dims", "kind"), [(1, "scatter"), (2, "heatmap"), (3, "heatmap")])
+@pytest.mark.parametrize(
+    ("dims", "kind"), [(1, "scatter"), (2, "heatmap"), (3, "heatmap"), (4, "heatmap")]
+)
 def test_pictures_of_any_dimension(dims, kind):
-    offsets = torch.linspace(-1, 1, 9 * 5**dims).reshape(9, *(5,) * dims)
+    offsets = torch.linspace(-1, 1, 9 * 3**dims).reshape(9, *(3,) * dims)
     figure = offset_figure("id", "title", offsets)
     (traces,) = figure.variants
     assert [trace["type"] for trace in traces] == [kind] * 4
     assert [trace["name"] for trace in traces] == ["map 1", "map 4", "map 7", "mean of 9 maps"]
     go.Figure(traces, figure.layout)
     if dims == 3:
-        assert "first of the three dimensions is 0" in figure.caption
-        expected = offsets[1, 2].abs().tolist()
+        expected = offsets[1, 1].abs().tolist()
         assert traces[0]["z"] == [[round(value, 3) for value in row] for row in expected]
 
 
@@ -428,3 +432,41 @@ def test_few_maps_dead_maps_and_many_maps():
         go.Figure(traces, figure.layout)
     (traces,) = cross_map_figure("id", "title", torch.eye(3 * MOST_MAPS)).variants
     assert len(traces[0]["z"]) == MOST_MAPS
+    assert figure.caption.startswith("Where offsets") == (dims > 2)
+@pytest.mark.parametrize("single", ["derivative_offsets", "activation_offsets"])
+def test_only_one_side_of_a_layer_may_have_locations(single):
+    inspection = inspect_small(subject_of(small_network()), layers=("conv2",), approximations=())
+    (layer,) = inspection.layers
+    layer = replace(layer, correlations=replace(layer.correlations, **{single: None}))
+    inspection = replace(inspection, layers=(layer,))
+    pictures = {f"{kind}-0-0-{what}" for kind in KINDS for what in ("offsets", "maps")}
+    found = {figure.id for figure in figures_of(inspection)}
+    assert found == pictures - {f"{single.replace('_offsets', 's')}-0-0-offsets"}
+    assert inspection.to_json()["layers"][0]["correlations"][single] is None
+
+
+def test_tokens_are_locations_of_one_dimension():
+    model = nn.Sequential(nn.Flatten(1, 2), nn.Linear(8, 3), nn.Flatten(), nn.Linear(24, 4))
+    inspection = inspect_small(subject_of(model), layers=("1",), approximations=("kfc",))
+    (layer,) = inspection.layers
+    assert set(layer.assumptions) == set(ASSUMPTIONS)
+    types = {figure.id: figure.variants[0][0]["type"] for figure in figures_of(inspection)}
+    assert types["derivatives-0-0-offsets"] == types["activations-0-0-offsets"] == "scatter"
+
+
+def test_a_convolution_to_a_single_location():
+    model = nn.Sequential(nn.Conv2d(1, 4, 8), nn.Flatten())
+    inspection = inspect_small(subject_of(model), approximations=("kfc",))
+    header, row = verdict_rows(inspection)
+    cells = dict(zip(header, row, strict=True))
+    assert cells["SUD"] == "–"
+    assert cells["SUA"] != "–"
+    ids = {figure.id for figure in figures_of(inspection)}
+    assert "derivatives-0-0-offsets" not in ids
+    assert "activations-0-0-offsets" in ids
+
+
+    figure = offset_figure("id", "title", offsets)
+    assert figure.variants[0][-1]["name"] == "mean of 2 maps"
+    assert figure.variants[0][-1]["z"] == [[1.0] * 3] * 3
+    assert figure.caption.endswith("and the mean, without dead maps (3).")

@@ -150,6 +150,17 @@ def _settle(page, reached):
     assert reached()
 
 
+def test_a_layer_without_derivatives(browser, tmp_path):
+    """Correlations and errors that are no numbers leave places empty, and nothing else."""
+    model = small_network()
+    model.conv2.weight.data.zero_()
+    found = inspect_small(subject_of(model), approximations=("kfc",))
+    write_inspection_page(tmp_path / "page.html", [found], "Dead")
+    with opened(browser, tmp_path / "page.html", min(WIDTHS)) as page:
+        assert undrawn(page) == ["derivatives-0-0-offsets"]
+        assert page_width(page) <= min(WIDTHS)
+
+
 def test_signals_volumes_and_linear_layers(browser, tmp_path):
     """Conv1d as lines, Conv3d as a slice, three networks side by side."""
     models = {
@@ -171,4 +182,4 @@ def test_signals_volumes_and_linear_layers(browser, tmp_path):
             "#derivatives .plot", "plots => plots.map((plot) => plot.data[0].type)"
         )
         assert kinds == ["scatter", "heatmap", "heatmap", "heatmap"]
-        assert "first of the three dimensions" in page.locator("#derivatives").inner_text()
+        assert "all dimensions but the last two" in page.locator("#derivatives").inner_text()

@@ -19,29 +19,37 @@ HALF = 0.45
 AT_OFFSET = "%{z:.3f} at x offset %{x}, y offset %{y}"
 
 
+def live_maps(offsets: Tensor) -> list[int]:
+    """Those that are not all zeros."""
+    live: list[int] = (offsets.flatten(1) != 0).any(1).nonzero().flatten().tolist()
+    return live
+
+
 def shown_maps(offsets: Tensor) -> list[int]:
-    """A few, evenly among those that are not all zeros."""
-    live = (offsets.flatten(1) != 0).any(1).nonzero().flatten().tolist()
+    """A few, evenly among the live ones."""
+    live = live_maps(offsets)
     if len(live) <= SHOWN_MAPS:
         return live
     return [live[(2 * k + 1) * len(live) // (2 * SHOWN_MAPS)] for k in range(SHOWN_MAPS)]
 
 
 def offset_figure(id: str, title: str, offsets: Tensor) -> Figure:
-    """Magnitudes of autocorrelations: of a few maps, and their mean over all.
+    """Magnitudes of autocorrelations: of a few maps, and their mean over all live ones.
 
     Args:
         offsets: (maps, *offsets).
     """
     magnitude = offsets.abs()
     caption = ""
-    if magnitude.dim() == 4:
+    while magnitude.dim() > 3:
         magnitude = magnitude[:, magnitude.shape[1] // 2]
-        caption = "Where the offset along the first of the three dimensions is 0. "
-    chosen = shown_maps(offsets)
+        caption = "Where offsets along all dimensions but the last two are 0. "
+    live, chosen = live_maps(offsets), shown_maps(offsets)
     pictures = {f"map {index}": magnitude[index] for index in chosen}
-    pictures[f"mean of {len(magnitude)} maps"] = magnitude.mean(0)
-    caption += f"Of maps {_listed(chosen)} of {len(magnitude)}, counted from 0, and the mean."
+    pictures[f"mean of {len(live)} maps"] = magnitude[live].mean(0)
+    caption += f"Of maps {_listed(chosen)} of {len(magnitude)}, counted from 0, and the mean"
+    dead = len(magnitude) - len(live)
+    caption += f", without dead maps ({dead})." if dead else "."
     if magnitude.dim() == 2:
         return _lines(id, title, caption, pictures)
     return _heat_maps(id, title, caption, pictures)

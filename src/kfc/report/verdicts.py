@@ -25,8 +25,8 @@ VERDICTS = ("holds", "roughly", "fails")
 READING = (
     "The number is 0 if the assumption is exactly true; below 0.1 it is said to hold, below 0.3 to "
     "hold roughly, else it fails. In brackets, an interval that holds the truth in about 95 of 100 "
-    "batches, from 200 resamples of the examples. A dash: the layer has a single location, where "
-    "there is nothing to assume."
+    "batches, from 200 resamples of the examples. A dash: there is nothing to compare, as "
+    "with a single location or a single map."
 )
 QUALITIES = (
     *("approximation", "assumes", "Frobenius error", "operator error"),
