@@ -232,8 +232,6 @@ def test_wrong_arguments(own_networks, arguments, code, words):
 
 def test_wrong_arguments_of_a_run(run, tmp_path):
     assert_clear_error(kfc("inspect", run, "--parameters", "best"), 2, "one of averaged, raw")
-    done = kfc_here("inspect", run, *FEW, "--layer", "7", "-o", "/proc/nowhere/page.html")
-    assert_clear_error(done, 1, "could not be written")
     for name in ("config.json", "metrics.jsonl"):
         (tmp_path / name).write_bytes((run / name).read_bytes())
     assert_clear_error(kfc_here("inspect", tmp_path), 1, "no checkpoint yet")
@@ -262,6 +260,30 @@ def test_interruption_leaves_nothing(own_networks):
     assert_clear_error(running.completed(), 130, "interrupted")
     assert not list(own_networks.glob("*.html*"))
     assert not list(own_networks.glob(".*"))
+@pytest.mark.parametrize("out", ["/proc/nowhere/page.html", "file/page.html"])
+def test_the_page_must_be_writable_before_the_work_begins(own_networks, monkeypatch, out):
+    command = import_module("kfc.cli.inspect")
+    monkeypatch.setattr(command, "inspect_network", lambda *_: pytest.fail("it began"))
+    (own_networks / "file").touch()
+    before = sorted(own_networks.iterdir())
+    done = kfc_here("inspect", "--data", "digits", *FEW, "-o", out)
+    assert_clear_error(done, 1, "could not be written")
+    assert sorted(own_networks.iterdir()) == before
+
+
+def test_the_default_page_may_be_a_folder(own_networks):
+    (own_networks / "inspect.html").mkdir()
+    assert_clear_error(kfc_here("inspect", "--data", "digits"), 2, "inspect.html is a folder")
+
+
+def test_a_failed_inspection_leaves_no_folders(own_networks):
+    before = sorted(own_networks.rglob("*"))
+    net = ("--data", "digits", "--net", "inspectable:normalised", "--examples", "4")
+    done = kfc_here("inspect", *net, "-o", "new/folder/page.html")
+    assert_clear_error(done, 2, "statistics of its batch")
+    assert sorted(own_networks.rglob("*")) == before
+
+
 
 
 # Inspections

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Annotated, Any
 
 import torch
@@ -116,8 +119,9 @@ def inspect(
       kfc inspect runs/max --layer conv2 --json | jq '.inspections[0].layers[0].assumptions'
     """
     with clear_errors():
-        if out is not None and out.is_dir():
-            raise typer.BadParameter(f"{out} is a folder; name a file", param_hint="--out")
+        page = out or (None if as_json else PAGE)
+        if page is not None and page.is_dir():
+            raise typer.BadParameter(f"{page} is a folder; name a file", param_hint="--out")
         settings = InspectionSettings(
             examples=examples,
             samples=samples,
@@ -146,6 +150,8 @@ def inspect(
         # All names are checked before the work begins.
         for subject in subjects:
             chosen_layers(subject, settings)
+        if page is not None:
+            _require_writable(page)
         found = _inspect(subjects, settings)
         _publish(found, out, as_json)
 
@@ -192,6 +198,24 @@ def _of_networks(
     return [fresh_subject(config, dataset, examples=settings.examples) for config in configs]
 
 
+def _require_writable(page: Path) -> None:
+    """Tries it, for permissions do not tell all; nothing is left behind."""
+    folders = (page.parent, *page.parent.parents)
+    missing = [folder for folder in folders if not os.path.lexists(folder)]
+    try:
+        with ExitStack() as undoing:
+            for folder in reversed(missing):
+                folder.mkdir()
+                undoing.callback(folder.rmdir)
+            undoing.enter_context(NamedTemporaryFile(dir=page.parent))
+    except OSError as error:
+        _fail_to_write(page, error)
+
+
+def _fail_to_write(page: Path, error: OSError) -> None:
+    fail(f"the page could not be written to {page}: {error.strerror}", FAILED)
+
+
 def _inspect(subjects: Sequence[Subject], settings: InspectionSettings) -> list[Inspection]:
     found = []
     with progress_bars(errors) as progress:
@@ -206,7 +230,7 @@ def _inspect(subjects: Sequence[Subject], settings: InspectionSettings) -> list[
     return found
 
 
-def _publish(found: Sequence[Inspection], out: Path | None, as_json: bool) -> None:
+def _publish(found: Sequence[Inspection], page: Path | None, as_json: bool) -> None:
     """On the screen, or as JSON; and on a page."""
     if as_json:
         content = {"format": FORMAT, "inspections": [one.to_json() for one in found]}
@@ -214,14 +238,13 @@ def _publish(found: Sequence[Inspection], out: Path | None, as_json: bool) -> No
     else:
         for inspection in found:
             _print(inspection)
-    page = out or (None if as_json else PAGE)
     if page is None:
         return
     title = "Inspection of " + " and ".join(dict.fromkeys(one.label for one in found))
     try:
         write_inspection_page(page, found, title)
     except OSError as error:
-        fail(f"the page could not be written to {page}: {error.strerror}", FAILED)
+        _fail_to_write(page, error)
     say(f"Page: {page.resolve()}", on=errors if as_json else console)
 
 
