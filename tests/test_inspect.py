@@ -2,11 +2,12 @@
 
 import json
 import math
+import re
 import signal
 import time
-
 from dataclasses import replace
 from importlib import import_module
+
 import plotly.graph_objects as go
 import pytest
 import torch
@@ -25,9 +26,10 @@ from kfc.report.heatmaps import MOST_MAPS, cross_map_figure, offset_figure, show
 from kfc.report.inspection import inspection_sections, write_inspection_page
 from kfc.report.verdicts import ASSUMPTIONS, notes_of, quality_rows, verdict_rows
 
-FEW = ("--examples", "16", "--samples", "2", "--reach", "2", "--threads", "1")
 KINDS = ("derivatives", "activations")
+FEW = ("--examples", "16", "--samples", "2", "--reach", "2", "--threads", "1")
 NETWORKS = """
+from collections import OrderedDict
 from torch import nn
 
 def pooled(pool):
@@ -46,6 +48,9 @@ def normalised():
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.Flatten(),
         nn.Linear(144, 10),
     )
+
+def wordy():
+    return nn.Sequential(OrderedDict({"flat": nn.Flatten(), "from (1) to 2": nn.Linear(64, 10)}))
 
 def plain():
     return nn.Sequential(nn.Flatten(), Bilinear())
@@ -196,6 +201,18 @@ def test_a_network_that_gives_pixels_back():
     assert layer["comparison"]["targets"] == "4 drawn for each example"
 
 
+def test_names_of_layers_stay_as_they_are(own_networks):
+    """Cells of verdicts are broken before their intervals, and not inside."""
+    net = ("--data", "digits", "--net", "inspectable:wordy", "--approximation", "kfc")
+    done = kfc_here("inspect", *net, *FEW)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-1].startswith("Page: ")
+    assert "from (1) to 2 " in done.stdout
+    page = (own_networks / "inspect.html").read_text()
+    assert '<th scope="row">from (1) to 2</th><td class=' in page
+    assert re.search(r"<td class=\"\w+\">\w+ [\d.]+ \([\d.]+\u00a0to\u00a0[\d.]+\)</td>", page)
+
+
 # Wrong arguments
 
 
@@ -209,7 +226,11 @@ def test_a_network_that_gives_pixels_back():
         (["--data", "digits", "--layer", "conv9"], 2, "digits has no 'conv9'"),
         (["--data", "digits", "--approximation", "magic"], 2, "approximation must be one of"),
         (["--data", "digits", "--examples", "99999"], 2, "there are 1438 to train on"),
-        (["--data", "digits", "--examples", "1"], 2, "examples must be a whole number"),
+        (
+            ["--data", "digits", "--examples", "1"],
+            2,
+            "examples must be a whole number of at least 2",
+        ),
         (["--data", "digits", "--samples", "0"], 2, "samples must be"),
         (["--data", "digits", "--samples-exact", "0"], 2, "samples_exact must be"),
         (["--data", "digits", "--damping", "0"], 2, "damping must be"),
@@ -239,27 +260,6 @@ def test_wrong_arguments_of_a_run(run, tmp_path):
     assert_clear_error(kfc_here("inspect", tmp_path), 1, "damaged")
 
 
-def test_interruption_leaves_nothing(own_networks):
-    (own_networks / "slow.py").write_text(
-        "from inspectable import *\n"
-        "class Slow(nn.Conv2d):\n"
-        "    def forward(self, x):\n"
-        "        open('began', 'a').write('x' * len(x))\n"
-        "        return super().forward(x)\n"
-        "def net():\n"
-        "    return nn.Sequential(Slow(1, 32, 5), nn.Flatten(), nn.Linear(512, 10))\n"
-    )
-    running = start_kfc("inspect", "--data", "digits", "--net", "slow:net", "--examples", "1000")
-    began = own_networks / "began"
-    for _ in range(600):
-        if began.exists() and began.stat().st_size > 100:
-            break
-        time.sleep(0.05)
-    running.send_signal(signal.SIGINT)
-    running.wait()
-    assert_clear_error(running.completed(), 130, "interrupted")
-    assert not list(own_networks.glob("*.html*"))
-    assert not list(own_networks.glob(".*"))
 @pytest.mark.parametrize("out", ["/proc/nowhere/page.html", "file/page.html"])
 def test_the_page_must_be_writable_before_the_work_begins(own_networks, monkeypatch, out):
     command = import_module("kfc.cli.inspect")
@@ -284,6 +284,27 @@ def test_a_failed_inspection_leaves_no_folders(own_networks):
     assert sorted(own_networks.rglob("*")) == before
 
 
+def test_interruption_leaves_nothing(own_networks):
+    (own_networks / "slow.py").write_text(
+        "from inspectable import *\n"
+        "class Slow(nn.Conv2d):\n"
+        "    def forward(self, x):\n"
+        "        open('began', 'a').write('x' * len(x))\n"
+        "        return super().forward(x)\n"
+        "def net():\n"
+        "    return nn.Sequential(Slow(1, 32, 5), nn.Flatten(), nn.Linear(512, 10))\n"
+    )
+    running = start_kfc("inspect", "--data", "digits", "--net", "slow:net", "--examples", "1000")
+    began = own_networks / "began"
+    for _ in range(600):
+        if began.exists() and began.stat().st_size > 100:
+            break
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    running.wait()
+    assert_clear_error(running.completed(), 130, "interrupted")
+    assert not list(own_networks.glob("*.html*"))
+    assert not list(own_networks.glob(".*"))
 
 
 # Inspections
@@ -337,6 +358,19 @@ def test_a_layer_that_does_not_run_is_noted():
     assert "did not run" in write[0].html()
     with pytest.raises(ConfigError, match="did not run"):
         inspect_small(subject_of(model), layers=("spare",))
+
+
+@pytest.mark.parametrize("examples", [12, 8, 2])
+def test_a_layer_without_rows_of_its_examples_is_noted(examples):
+    """It runs on (8, M, 5), also where 8 happens to be a multiple of the examples."""
+    subject = subject_of(SequenceFirst(), examples=examples)
+    inspection = inspect_small(subject, approximations=("kfc",))
+    first, fc = inspection.layers
+    assert "rows that do not belong to one" in first.notes[0]
+    assert first.assumptions is None
+    assert fc.notes == ()
+    assert fc.assumptions is not None
+    assert list(fc.comparison.approximations) == ["kfc"]
 
 
 def test_outputs_must_be_finite():
@@ -403,19 +437,6 @@ def test_every_figure_is_valid_plotly(tmp_path):
     # Two pictures of two kinds of two layers, three spectra, the errors; each twice.
     assert len(figures) == 2 * (2 * 2 * 2 + 3 + 1)
     assert len({figure.id for figure in figures}) == len(figures)
-@pytest.mark.parametrize("examples", [12, 8, 2])
-def test_a_layer_without_rows_of_its_examples_is_noted(examples):
-    """It runs on (8, M, 5), also where 8 happens to be a multiple of the examples."""
-    subject = subject_of(SequenceFirst(), examples=examples)
-    inspection = inspect_small(subject, approximations=("kfc",))
-    first, fc = inspection.layers
-    assert "rows that do not belong to one" in first.notes[0]
-    assert first.assumptions is None
-    assert fc.notes == ()
-    assert fc.assumptions is not None
-    assert list(fc.comparison.approximations) == ["kfc"]
-
-
     for figure in figures:
         for traces in figure.variants:
             go.Figure(traces, figure.layout)
@@ -438,23 +459,12 @@ def test_pictures_of_any_dimension(dims, kind):
     assert [trace["type"] for trace in traces] == [kind] * 4
     assert [trace["name"] for trace in traces] == ["map 1", "map 4", "map 7", "mean of 9 maps"]
     go.Figure(traces, figure.layout)
+    assert figure.caption.startswith("Where offsets") == (dims > 2)
     if dims == 3:
         expected = offsets[1, 1].abs().tolist()
         assert traces[0]["z"] == [[round(value, 3) for value in row] for row in expected]
 
 
-def test_few_maps_dead_maps_and_many_maps():
-    offsets = torch.ones(5, 3, 3)
-    offsets[1:4] = 0
-    assert shown_maps(offsets) == [0, 4]
-    for count in range(4):
-        figure = offset_figure("id", "title", torch.ones(max(count, 1), 3, 3) * bool(count))
-        (traces,) = figure.variants
-        assert len(traces) == count + 1
-        go.Figure(traces, figure.layout)
-    (traces,) = cross_map_figure("id", "title", torch.eye(3 * MOST_MAPS)).variants
-    assert len(traces[0]["z"]) == MOST_MAPS
-    assert figure.caption.startswith("Where offsets") == (dims > 2)
 @pytest.mark.parametrize("single", ["derivative_offsets", "activation_offsets"])
 def test_only_one_side_of_a_layer_may_have_locations(single):
     inspection = inspect_small(subject_of(small_network()), layers=("conv2",), approximations=())
@@ -488,7 +498,18 @@ def test_a_convolution_to_a_single_location():
     assert "activations-0-0-offsets" in ids
 
 
+def test_few_maps_dead_maps_and_many_maps():
+    offsets = torch.ones(5, 3, 3)
+    offsets[1:4] = 0
+    assert shown_maps(offsets) == [0, 4]
     figure = offset_figure("id", "title", offsets)
     assert figure.variants[0][-1]["name"] == "mean of 2 maps"
     assert figure.variants[0][-1]["z"] == [[1.0] * 3] * 3
     assert figure.caption.endswith("and the mean, without dead maps (3).")
+    for count in range(4):
+        figure = offset_figure("id", "title", torch.ones(max(count, 1), 3, 3) * bool(count))
+        (traces,) = figure.variants
+        assert len(traces) == count + 1
+        go.Figure(traces, figure.layout)
+    (traces,) = cross_map_figure("id", "title", torch.eye(3 * MOST_MAPS)).variants
+    assert len(traces[0]["z"]) == MOST_MAPS

@@ -147,13 +147,13 @@ def inspect(
             subjects = _of_networks(net or [None], wishes, settings, data_dir)
         else:
             raise typer.BadParameter("name folders of runs, or --net and --data")
-        # All names are checked before the work begins.
+        # All names, and the page's place, are checked before the work begins.
         for subject in subjects:
             chosen_layers(subject, settings)
         if page is not None:
             _require_writable(page)
         found = _inspect(subjects, settings)
-        _publish(found, out, as_json)
+        _publish(found, page, as_json)
 
 
 def _set_threads(threads: int) -> None:
@@ -250,7 +250,8 @@ def _publish(found: Sequence[Inspection], page: Path | None, as_json: bool) -> N
 
 def _print(inspection: Inspection) -> None:
     verdicts = [
-        tuple(cell.replace(" (", "\n(") for cell in row) for row in verdict_rows(inspection)
+        (layer, *(cell.replace(" (", "\n(") for cell in cells))
+        for layer, *cells in verdict_rows(inspection)
     ]
     console.print(as_table(verdicts, escape(inspection.label), compact=True), highlight=False)
     for layer in inspection.layers:

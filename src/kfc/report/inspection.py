@@ -74,7 +74,10 @@ def _verdicts(inspections: Sequence[Inspection]) -> Section:
 
 def _unbroken(rows: Sequence[Row]) -> list[Row]:
     """Cells are broken before their intervals, not inside."""
-    return [tuple(cell.replace(" to ", "\u00a0to\u00a0") for cell in row) for row in rows]
+    return [
+        (layer, *(cell.replace(" to ", "\u00a0to\u00a0") for cell in cells))
+        for layer, *cells in rows
+    ]
 
 
 # Correlations
