@@ -37,8 +37,8 @@ LAYER_MEASURES = {
     "block_trace": (
         "Trace of blocks",
         "trace",
-        "Of layers whose Fisher block has no factors: normalisation layers, with a scale and a shift "
-        "for each channel, and all layers of which only the diagonal is kept.",
+        "Of layers whose Fisher block has no factors: normalisation layers, with a scale and a "
+        "shift for each channel, and all layers of which only the diagonal is kept.",
     ),
 }
 
