@@ -347,16 +347,29 @@ def test_a_layer_may_be_frozen_for_a_while(curvature):
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
-def test_a_changed_dtype_goes_on(curvature):
+@pytest.mark.parametrize("inverse", ["factored", "eigen"])
+@pytest.mark.parametrize("periods", [(1, 1), (1, 10), (10, 10)])
+def test_a_changed_dtype_goes_on(curvature, inverse, periods):
+    """Whether statistics and inverses are due or not."""
     model, (x, y) = digits_net(), digits(64)
-    optimizer = kfc.KFC(model, curvature=curvature, statistics_period=1, seed=0)
+    optimizer = kfc.KFC(
+        model,
+        curvature=curvature,
+        inverse=inverse,
+        statistics_period=periods[0],
+        inverse_period=periods[1],
+        seed=0,
+    )
     train(model, optimizer, 0, 3)
     model.double()
-    optimizer.zero_grad()
-    F.cross_entropy(model(x.double()), y).backward()
-    optimizer.step()
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.double()), y).backward()
+        optimizer.step()
     layer = optimizer.preconditioner.curvature.layers["0"]
-    assert {t.dtype for t in layer.running} == {torch.float64}
+    if periods[0] == 1:
+        assert {t.dtype for t in layer.running} == {torch.float64}
+    assert {t.dtype for t in layer.inverse.tensors.values()} <= {torch.float64, torch.bool}
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
@@ -374,6 +387,8 @@ def test_statistics_are_full_precision_inside_autocast(curvature):
     assert losses[-1] < losses[0]
     for layer in optimizer.preconditioner.curvature.layers.values():
         assert {t.dtype for t in layer.running} == {torch.float32}
+        dtypes = {t.dtype for t in layer.inverse.tensors.values()}
+        assert dtypes <= {torch.float32, torch.bool}
 
 
 # Checkpoints
@@ -437,6 +452,26 @@ def test_a_state_of_another_curvature_is_refused():
                 continue
             with pytest.raises(ValueError, match=rf"curvature='{other}', here it is '{name}'"):
                 optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_what_does_not_depend_on_the_kind_of_inverse_is_kept_with_another(curvature):
+    """For EKFAC's second moments, there is no other home."""
+    torch.manual_seed(0)
+    model = digits_net()
+    optimizer = kfc.KFC(model, curvature=curvature, inverse_period=3, seed=0)
+    train(model, optimizer, 0, 4)
+    saved = optimizer.preconditioner.curvature.layers
+    other = kfc.KFC(model, curvature=curvature, inverse_period=3, inverse="eigen", seed=0)
+    other.load_state_dict(optimizer.state_dict())
+    for name, layer in other.preconditioner.curvature.layers.items():
+        # That of batch normalisation is its blocks', whatever the others are.
+        if name == "1" or curvature in ("diagonal", "ekfac"):
+            assert_close(layer.inverse.tensors, saved[name].inverse.tensors, rtol=0, atol=0)
+        else:
+            assert layer.inverse is None
+    optimizer.close()
+    train(model, other, 4, 6)
 
 
 def test_a_state_from_before_there_was_a_choice_is_kfcs():

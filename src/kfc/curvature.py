@@ -247,9 +247,9 @@ class Curvature:
     def _natural_gradient_of(
         self, layer: str, names: Mapping[str, str], vectors: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        handler, known = self.handlers[layer], self.layers[layer]
+        handler, inverse = self.handlers[layer], self._inverse_of(layer)
         trained = handler.trained()
-        if known.inverse is None or known.roles != tuple(trained):
+        if inverse is None or self.layers[layer].roles != tuple(trained):
             raise RuntimeError(
                 f"layer {layer!r} has a gradient, but no statistics: it did not run, or did not "
                 "reach the output, in a training-mode forward pass of the model itself. Call the "
@@ -263,8 +263,17 @@ class Curvature:
             else torch.zeros_like(parameter, dtype=handler.dtype)
             for role, parameter in trained.items()
         }
-        natural = handler.natural_gradient(known.inverse, by_role)
+        natural = handler.natural_gradient(inverse, by_role)
         return {name: natural[role] for role, name in names.items()}
+
+    def _inverse_of(self, name: str) -> Inverse | None:
+        """In the dtype of the model, which may have changed since the inverse was made."""
+        layer, handler = self.layers[name], self.handlers[name]
+        tensors = {} if layer.inverse is None else layer.inverse.tensors
+        if any(t.is_floating_point() and t.dtype != handler.dtype for t in tensors.values()):
+            cast = {key: tensor.to(handler.dtype) for key, tensor in tensors.items()}
+            layer.inverse = handler.restore_inverse(cast, self.inverse_kind)
+        return layer.inverse
 
     # State
 
@@ -310,18 +319,18 @@ class Curvature:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Call ``check_state`` first."""
         self.pending.clear()
-        same_kind = state["inverse_kind"] == self.inverse_kind
         for name, entry in state["layers"].items():
-            self.layers[name] = self._restore(self.handlers[name], entry, same_kind)
+            self.layers[name] = self._restore(self.handlers[name], entry, state["inverse_kind"])
 
     def _restore(
-        self, handler: Handler, entry: Mapping[str, Any], same_kind: bool
+        self, handler: Handler, entry: Mapping[str, Any], saved_kind: str
     ) -> LayerCurvature:
         def own(tensor: Tensor) -> Tensor:
             return tensor.to(handler.weight.device, handler.dtype, copy=True)
 
         inverse = None
-        if entry["inverse"] and same_kind:
+        saved, wanted = (handler.inverse_shapes(kind) for kind in (saved_kind, self.inverse_kind))
+        if entry["inverse"] and saved == wanted:
             tensors = {key: own(tensor) for key, tensor in entry["inverse"].items()}
             inverse = handler.restore_inverse(tensors, self.inverse_kind)
         running = tuple(own(tensor) for tensor in entry["running"]) or None
