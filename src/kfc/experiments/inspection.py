@@ -21,6 +21,7 @@ from kfc.analysis import (
 )
 from kfc.analysis.blocks import GIB
 from kfc.analysis.correlations import is_spatial
+from kfc.analysis.krylov import UnsolvableError
 from kfc.analysis.recording import MAX_COLUMNS
 from kfc.experiments.config import ConfigError
 from kfc.experiments.findings import Inspection, InspectionSettings, LayerInspection
@@ -159,7 +160,7 @@ class _LayerInspector:
         )
         try:
             comparison = self._compare(record, gradient)
-        except ArithmeticError as error:
+        except UnsolvableError as error:
             return replace(found, notes=(f"the exact block was left out: {error}",))
         left_out = [f"{key} was left out: {why}" for key, why in comparison.left_out.items()]
         return replace(found, comparison=comparison, notes=tuple(left_out))
