@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 import kfc
 from kfc.layers.structures import STRUCTURES
+from kfc.layers.structures.gradients import SquaredGradients
 from kfc.stationary import uncorrelated_factor
 from test_algorithm import transformed_net
 from test_checkpoints import tensors
@@ -301,6 +302,22 @@ def test_estimated_statistics_replace_all_that_was_known(curvature):
         optimizer.preconditioner.plan.handlers["0"].shapes()
     )
     train(model, optimizer, 3, 6)
+
+
+def test_estimates_measure_nothing_in_bases_that_will_be_gone(monkeypatch):
+    model, (x, _) = digits_net(), digits(64)
+    optimizer = kfc.KFC(model, curvature="ekfac", seed=0)
+    train(model, optimizer, 0, 3)
+    monkeypatch.setattr(SquaredGradients, "backward", lambda *_: pytest.fail("squares"))
+    optimizer.estimate_factors([x, x])
+    monkeypatch.undo()
+    train(model, optimizer, 3, 5)
+    assert optimizer.preconditioner.curvature.layers["0"].inverse.measured
+
+
+def test_statistics_have_to_say_what_is_of_derivatives():
+    with pytest.raises(TypeError, match="of_derivatives"):
+        kfc.layers.Moment(torch.zeros(1, 2, 2), 1)
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)

@@ -39,6 +39,7 @@ LAYERS = {
     "linear": (lambda: nn.Linear(4, 3), (6, 4)),
     "linear, no bias": (lambda: nn.Linear(3, 3, bias=False), (6, 3)),
     "linear, locations": (lambda: nn.Linear(3, 2), (4, 3, 3)),
+    "many maps": (lambda: nn.Conv1d(2, 10, 2, groups=2), (4, 2, 3)),
 }
 
 
@@ -118,7 +119,7 @@ def uncorrelated_factors(layer: nn.Module, inputs: torch.Tensor) -> torch.Tensor
     result = []
     for maps in channels_last.chunk(groups, dim=-1):
         pixels = maps.reshape(-1, maps.shape[-1])
-        mean, covariance = pixels.mean(0), torch.cov(pixels.T, correction=0)
+        mean, covariance = pixels.mean(0), torch.atleast_2d(torch.cov(pixels.T, correction=0))
         entries = [(None, 0)] + [(j, d) for j in range(len(mean)) for d in range(1, len(counts))]
         factor = torch.zeros(len(entries), len(entries))
         for row, (j, d) in enumerate(entries):
@@ -529,26 +530,39 @@ def frozen_blocks(curvature, model, inputs, kept, frozen):
     return result
 
 
-@pytest.mark.parametrize("case", ["conv", "strided groups", "no bias", "linear"])
+@pytest.mark.parametrize(
+    ("case", "wide"),
+    [
+        *((case, Factors._fields[:1]) for case in ("conv", "strided groups", "no bias", "linear")),
+        ("many maps", Factors._fields[1:]),
+        *((case, Factors._fields) for case in ("conv", "no bias", "linear", "many maps")),
+    ],
+)
 @pytest.mark.parametrize("curvature", FACTORED)
-def test_wide_factors_keep_their_diagonals(curvature, case):
+def test_wide_factors_keep_their_diagonals(curvature, wide, case):
     model, inputs = model_of(case)
-    _, rows = kfc.layers.handler_for(model[0]).sizes()
+    sizes = dict(zip(Factors._fields, kfc.layers.handler_for(model[0]).sizes(), strict=True))
+    limit = max([size for name, size in sizes.items() if name not in wide], default=1)
+    assert all(sizes[name] > limit for name in wide)
     preconditioner, plain = preconditioned(
-        model, inputs, curvature=curvature, max_factor_size=rows, damping=0.02, inverse="eigen"
+        model, inputs, curvature=curvature, max_factor_size=limit, damping=0.02, inverse="eigen"
     )
-    text = preconditioner.describe()
-    assert f"activation factor wider than {rows}: diagonal only" in text
+    # Γ = c I is a number, however wide.
+    named = [name for name in wide if curvature != "prong" or name == "activation"]
+    stated = f"{' and '.join(named)} factor wider than {limit}: diagonal only"
+    assert (stated in preconditioner.describe()) == bool(named)
     flat = torch.cat([g.flatten() for g in plain])
     natural = torch.cat([p.grad.flatten() for p in model.parameters()])
     blocks = exact_blocks(model, inputs)
     factors = dense_factors(curvature, model, inputs)
-    for index, omega, gamma, block in zip(
-        coordinates(model[0]).flatten(1), *factors, blocks, strict=True
-    ):
-        dense = kron(gamma, omega.diag().diag())
+    for index, *pair, block in zip(coordinates(model[0]).flatten(1), *factors, blocks, strict=True):
+        omega, gamma = (
+            factor.diag().diag() if name in wide else factor
+            for name, factor in zip(Factors._fields, pair, strict=True)
+        )
+        dense = kron(gamma, omega)
         if curvature == "ekfac":
-            basis = kron(torch.linalg.eigh(gamma)[1], torch.eye(len(omega)))
+            basis = kron(torch.linalg.eigh(gamma)[1], torch.linalg.eigh(omega)[1])
             dense = basis @ (basis.T @ block @ basis).diag().diag() @ basis.T
         dense = dense + 0.02 * torch.eye(len(dense))
         assert_close(natural[index], torch.linalg.solve(dense, flat[index]))

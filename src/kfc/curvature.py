@@ -59,10 +59,14 @@ class Curvature:
 
     # Statistics
 
-    def statistics_of(self, name: str) -> Statistics:
-        """A new, empty gathering for a layer, whose inverse may have a say in it."""
+    def statistics_of(self, name: str, *, afresh: bool) -> Statistics:
+        """A new, empty gathering for a layer, whose inverse may have a say in it.
+
+        Args:
+            afresh: the inverse will be gone when the statistics are taken up.
+        """
         layer, handler = self.layers[name], self.handlers[name]
-        fits = layer.roles == tuple(handler.trained())
+        fits = layer.roles == tuple(handler.trained()) and not afresh
         return handler.statistics(layer.inverse if fits else None)
 
     def add(self, moments: Mapping[str, tuple[Moment, ...]], scale: float = 1.0) -> None:

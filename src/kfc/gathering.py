@@ -29,6 +29,7 @@ class Gathering:
 
     Attributes:
         due: whether the coming forward passes should give statistics of every layer.
+        estimating: whether what is gathered will take the place of all that is known.
         calls: the last forward pass in training mode since the last step, and its examples.
         keeps_calls: have all passes since the last step in ``calls``, and the random state in which
             each began.
@@ -55,6 +56,7 @@ class Gathering:
         self.output = output
         self.generator = OwnGenerator(seed)
         self.due = True
+        self.estimating = False
         self.calls: list[tuple[ModelCall, int]] = []
         self.keeps_calls = False
         self.spent = 0.0
@@ -74,7 +76,7 @@ class Gathering:
         return [name for name in self.curvature.handlers if not self.curvature.is_known(name)]
 
     def statistics_of(self, layer: str) -> Statistics:
-        return self.curvature.statistics_of(layer)
+        return self.curvature.statistics_of(layer, afresh=self.estimating)
 
     def observe(self, call: ModelCall, output: Any, session: Session | None) -> None:
         selected = select_output(output, self.output)

@@ -449,11 +449,12 @@ class Preconditioner:
         """Gather from every forward pass, of nothing before; buffers stay as they were."""
         buffers = SavedBuffers(self.model)
         self.gathering.drop()
-        self.gathering.due = True
+        self.gathering.due = self.gathering.estimating = True
         try:
             yield
         finally:
             self.gathering.drop()
+            self.gathering.estimating = False
             self._be_at(self.steps)
             buffers.restore()
 

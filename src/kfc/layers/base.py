@@ -16,13 +16,15 @@ class Moment(NamedTuple):
     """A sum, and the weight by which to divide it for a mean.
 
     Attributes:
-        total: second moments, (groups, n, n), or what is their diagonal alone, of two dimensions.
+        total: second moments, (groups, n, n), or their diagonal alone, of two dimensions; or any
+            other matrix without groups, such as SUA's boundary counts: of its "trace", the sum of
+            all entries then, nothing is asked but whether it is finite.
         of_derivatives: whether it is quadratic in derivatives, and scales as their squares do.
     """
 
     total: Tensor
     weight: float
-    of_derivatives: bool = False
+    of_derivatives: bool
 
     def plus(self, other: Moment) -> Moment:
         return Moment(self.total + other.total, self.weight + other.weight, self.of_derivatives)

@@ -132,7 +132,7 @@ class _NormalisationStatistics(Statistics):
         self.total = product if self.total is None else self.total.add_(product)
 
     def moments(self, examples: int) -> tuple[Moment, ...]:
-        return () if self.total is None else (Moment(self.total, examples, True),)
+        return () if self.total is None else (Moment(self.total, examples, of_derivatives=True),)
 
 
 class BlockInverse:

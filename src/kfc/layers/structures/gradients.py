@@ -88,7 +88,7 @@ class SquaredGradients:
     def moment(self, examples: int) -> Moment:
         """The diagonal of the mean over examples, (groups, I · n)."""
         assert self.total is not None
-        return Moment(self.total.flatten(1), examples, True)
+        return Moment(self.total.flatten(1), examples, of_derivatives=True)
 
     def _add(self, calls: Sequence[_Call]) -> None:
         """Calls whose gradients add up, example by example."""

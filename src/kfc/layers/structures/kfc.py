@@ -72,4 +72,7 @@ class FactorStatistics(Statistics):
     def moments(self, examples: int) -> tuple[Moment, ...]:
         if self.activation is None or self.derivative is None:
             return ()
-        return Moment(self.activation, examples), Moment(self.derivative, self.rows, True)
+        return (
+            Moment(self.activation, examples, of_derivatives=False),
+            Moment(self.derivative, self.rows, of_derivatives=True),
+        )

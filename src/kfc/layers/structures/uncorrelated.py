@@ -156,9 +156,9 @@ class PixelStatistics(Statistics):
         if self.pixels is None or self.derivative is None:
             return ()
         return (
-            Moment(self.pixels.moment, self.pixels.pixels),
-            Moment(self.pixels.counts, examples),
-            Moment(self.derivative, self.rows, True),
+            Moment(self.pixels.moment, self.pixels.pixels, of_derivatives=False),
+            Moment(self.pixels.counts, examples, of_derivatives=False),
+            Moment(self.derivative, self.rows, of_derivatives=True),
         )
 
 
