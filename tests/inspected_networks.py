@@ -39,6 +39,18 @@ class SequenceFirst(nn.Module):
         return self.fc(sequences.transpose(0, 1).flatten(1))
 
 
+class ConstantRows(nn.Module):
+    """Its first layer makes weights from 8 rows, whatever the examples are."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.constant, self.fc = nn.Linear(5, 8), nn.Linear(8, 4)
+
+    def forward(self, images):
+        return self.fc((images[:, 0, 0] @ self.constant(torch.ones(8, 5))).tanh())
+
+
 def subject_of(model, label="network", size=(1, 8, 8), examples=12):
     torch.manual_seed(1)
     images, labels = torch.randn(examples, *size), torch.randint(4, (examples,))

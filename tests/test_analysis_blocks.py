@@ -177,6 +177,42 @@ def test_checkpointed_parts_are_seen_once():
         assert_close(dense, exact_block(plain, inputs, layer).to_dense())
 
 
+class Sequences(nn.Module):
+    """Frames of every example, through one layer, batch first or sequence first."""
+
+    def __init__(self, first: str) -> None:
+        super().__init__()
+        self.layer, self.first = nn.Linear(3, 4), first
+
+    def forward(self, inputs):
+        frames = inputs.transpose(0, 1) if self.first == "sequence" else inputs
+        return self.layer(frames).tanh().sum(0 if self.first == "sequence" else 1)
+
+
+@pytest.mark.parametrize("frames", [1, 3, 8])
+def test_sequences_may_come_first(frames):
+    inputs = torch.randn(4, frames, 3)
+    batch, sequence = Sequences("batch"), Sequences("sequence")
+    sequence.load_state_dict(batch.state_dict())
+    expected = exact_block(batch, inputs, "layer").to_dense()
+    assert_close(exact_block(sequence, inputs, "layer").to_dense(), expected)
+
+
+def test_rows_of_nobody_are_refused():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, inputs):
+            return inputs @ self.layer(torch.ones(5, 3)).T.exp().T
+
+    with pytest.raises(ValueError, match="do not belong to one of the 4"):
+        exact_block(Constant(), torch.randn(4, 5), "layer")
+    with pytest.raises(ValueError, match="another number of examples"):
+        exact_block(Sequences("batch"), torch.randn(4, 4, 3), "layer")
+
+
 def test_singular_blocks_say_so():
     record = synthetic(nn.Linear(6, 2), torch.randn(2, 6))
     vector = torch.randn(record.shape)

@@ -16,7 +16,13 @@ from torch import nn
 
 import kfc.analysis as analysis
 from commands import assert_clear_error, kfc, kfc_here, start_kfc
-from inspected_networks import SequenceFirst, inspect_small, small_network, subject_of
+from inspected_networks import (
+    ConstantRows,
+    SequenceFirst,
+    inspect_small,
+    small_network,
+    subject_of,
+)
 from kfc.analysis.krylov import UnsolvableError
 from kfc.experiments.config import ConfigError
 from kfc.experiments.data import Inputs, load
@@ -360,17 +366,25 @@ def test_a_layer_that_does_not_run_is_noted():
         inspect_small(subject_of(model), layers=("spare",))
 
 
-@pytest.mark.parametrize("examples", [12, 8, 2])
-def test_a_layer_without_rows_of_its_examples_is_noted(examples):
-    """It runs on (8, M, 5), also where 8 happens to be a multiple of the examples."""
-    subject = subject_of(SequenceFirst(), examples=examples)
-    inspection = inspect_small(subject, approximations=("kfc",))
-    first, fc = inspection.layers
-    assert "rows that do not belong to one" in first.notes[0]
-    assert first.assumptions is None
-    assert fc.notes == ()
-    assert fc.assumptions is not None
-    assert list(fc.comparison.approximations) == ["kfc"]
+def test_a_layer_whose_rows_are_not_of_examples_is_noted():
+    """It always runs on 8 rows, also where these happen to be as many as the examples."""
+    for examples in (12, 8, 4):
+        inspection = inspect_small(subject_of(ConstantRows(), examples=examples))
+        constant, fc = inspection.layers
+        assert "rows that do not belong to one" in constant.notes[0]
+        assert constant.assumptions is None
+        assert fc.notes == ()
+        assert fc.assumptions is not None
+
+
+def test_sequences_may_come_first_unless_nobody_can_tell():
+    """A layer that runs on (8, M, 5)."""
+    for examples in (12, 2):
+        (first, _) = inspect_small(subject_of(SequenceFirst(), examples=examples)).layers
+        assert first.notes == ()
+        assert list(first.assumptions) == ["IAD", "SH", "SUD", "SUA", "WD"]
+    (first, _) = inspect_small(subject_of(SequenceFirst(), examples=8)).layers
+    assert "another number of examples" in first.notes[0]
 
 
 def test_outputs_must_be_finite():

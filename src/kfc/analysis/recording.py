@@ -17,7 +17,13 @@ from kfc.capture import suspended
 from kfc.checks import require_whole
 from kfc.fisher import Output, select_output
 from kfc.generator import OwnGenerator
-from kfc.layers import ConvolutionHandler, KroneckerHandler, mixes_examples, plan_layers
+from kfc.layers import (
+    ConvolutionHandler,
+    KroneckerHandler,
+    LinearHandler,
+    mixes_examples,
+    plan_layers,
+)
 from kfc.layers.base import DEFAULT_MAX_FACTOR_SIZE
 from kfc.likelihoods import Likelihood, resolve_likelihood
 from kfc.randomness import accelerators_of, forked_random_state
@@ -226,9 +232,8 @@ def record_layer(
         heard.listening = False  # checkpointing runs layers again on the way back
         distribution = resolve_likelihood(likelihood)
         distribution.validate(outputs)
-        heard.check(layer, len(outputs))
         columns = _output_derivatives(distribution, outputs.detach(), samples, seed)
-        return LayerRecord(layer, handler, heard.calls(outputs, columns), len(outputs))
+        return LayerRecord(layer, handler, heard.calls(layer, outputs, columns), len(outputs))
 
 
 def _find_layer(model: nn.Module, name: str) -> KroneckerHandler:
@@ -254,6 +259,7 @@ class _Listener:
     def __init__(self, handler: KroneckerHandler, stack: ExitStack) -> None:
         self._handler = handler
         self.listening = True
+        self._number = 0
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] = []
         self._edges: list[GradientEdge] = []
@@ -274,18 +280,11 @@ class _Listener:
             return self._handler.with_batch(maps)
         return maps
 
-    def check(self, layer: str, examples: int) -> None:
-        if not self._inputs:
-            raise ValueError(f"layer {layer!r} did not run on these inputs")
-        shapes = [tuple(tensor.shape) for tensor in (*self._inputs, *self._outputs)]
-        if any(shape[0] % examples for shape in shapes):
-            raise ValueError(
-                f"layer {layer!r} runs on rows that do not belong to one of the {examples} "
-                f"examples each (shapes {shapes}), so that no example has a gradient of its own"
-            )
-
-    def calls(self, outputs: Tensor, columns: Iterable[Tensor]) -> tuple[LayerCall, ...]:
+    def calls(
+        self, layer: str, outputs: Tensor, columns: Iterable[Tensor]
+    ) -> tuple[LayerCall, ...]:
         """Carry every derivative in the model's outputs back to the layer's pre-activations."""
+        self._check(layer, len(outputs))
         found: list[list[Tensor]] = [[] for _ in self._edges]
         for column in columns:
             with without_autocast(outputs.device):
@@ -299,11 +298,35 @@ class _Listener:
             for draws, shaped, derivative in zip(found, self._outputs, passed, strict=True):
                 if derivative is None:
                     derivative = torch.zeros_like(shaped, device=outputs.device)
-                draws.append(derivative.detach().reshape(shaped.shape))
+                draws.append(self._examples_first(derivative.detach().reshape(shaped.shape)))
         return tuple(
-            LayerCall(inputs, shaped, torch.stack(draws))
-            for inputs, shaped, draws in zip(self._inputs, self._outputs, found, strict=True)
+            LayerCall(self._examples_first(i), self._examples_first(o), torch.stack(draws))
+            for i, o, draws in zip(self._inputs, self._outputs, found, strict=True)
         )
+
+    def _check(self, layer: str, examples: int) -> None:
+        """That every row belongs to one example, and that it can be told to which."""
+        if not self._inputs:
+            raise ValueError(f"layer {layer!r} did not run on these inputs")
+        self._number = examples
+        for tensor in (*self._inputs, *self._outputs):
+            shape = tuple(tensor.shape)
+            is_sequence = isinstance(self._handler, LinearHandler) and len(shape) > 2
+            if is_sequence and shape[0] == shape[1] == examples > 1:
+                raise ValueError(
+                    f"layer {layer!r} runs on rows of shape {shape}: which of its first two "
+                    f"dimensions is that of the {examples} examples cannot be told; give another "
+                    "number of examples"
+                )
+            if self._examples_first(tensor).shape[0] % examples:
+                raise ValueError(
+                    f"layer {layer!r} runs on rows that do not belong to one of the {examples} "
+                    f"examples each (shape {shape}), so that no example has a gradient of its own"
+                )
+
+    def _examples_first(self, values: Tensor) -> Tensor:
+        """Some linear layers see sequences first, (length, N, ...)."""
+        return self._handler.rows_first(values, self._number)
 
 
 def _output_derivatives(

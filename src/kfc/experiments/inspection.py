@@ -192,15 +192,14 @@ class _LayerInspector:
         Raises:
             ValueError: the layer's rows do not become more with the examples.
         """
-        most = min(3, self._settings.examples)
-        fewer, more = (self._record(name, count, 1) for count in (most - 1, most))
-        if _rows_per_example(fewer) != _rows_per_example(more):
-            shapes = [tuple(call.outputs.shape) for call in more.calls]
+        one, two = (self._record(name, count, 1) for count in (1, 2))
+        if _rows_per_example(one) != _rows_per_example(two):
+            shapes = [tuple(call.outputs.shape) for call in two.calls]
             raise ValueError(
-                f"layer {name!r} runs on rows that do not belong to one of {most} examples each "
+                f"layer {name!r} runs on rows that do not belong to one of two examples each "
                 f"(shapes {shapes}), so that no example has a gradient of its own"
             )
-        return sum(call.derivatives[0].numel() for call in more.calls) // most
+        return sum(call.derivatives[0].numel() for call in one.calls)
 
     def _affordable(self, elements_per_example: int) -> int:
         """So many examples' derivatives fit into the memory, of those that are wanted."""
