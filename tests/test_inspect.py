@@ -117,6 +117,7 @@ def test_json_has_the_numbers_of_the_analysis(run, tmp_path):
     assert done.returncode == 0, done.stderr
     (layer,) = json.loads(done.stdout)["inspections"][0]["layers"]
     assert "100%" in done.stderr, "progress goes elsewhere"
+    assert ": 3\n" in done.stderr, "a line for the layer, where no bar moves"
     assert list(tmp_path.iterdir()) == [], "no page unless it is asked for"
 
     state = torch.load(run / "checkpoint.pt", weights_only=True)

@@ -20,7 +20,7 @@ from kfc.cli.screen import FAILED, as_table, clear_errors, console, errors, fail
 from kfc.experiments.config import ConfigError, make_config
 from kfc.experiments.data import NAMES, load
 from kfc.experiments.findings import FORMAT, Inspection, InspectionSettings
-from kfc.experiments.inspection import chosen_layers, inspect_network
+from kfc.experiments.inspection import STEPS, chosen_layers, inspect_network
 from kfc.experiments.networks import NETWORKS
 from kfc.experiments.runs import read_record
 from kfc.experiments.subjects import PARAMETERS, Subject, fresh_subject, run_subject
@@ -220,10 +220,15 @@ def _inspect(subjects: Sequence[Subject], settings: InspectionSettings) -> list[
     found = []
     with progress_bars(errors) as progress:
         for subject in subjects:
-            task = progress.add_task(escape(subject.label), total=1.0, state="")
+            label = escape(subject.label)
+            task = progress.add_task(label, total=1.0, state="")
 
-            def tell(layer: str, step: str, part: float, task: Any = task) -> None:
+            def tell(
+                layer: str, step: str, part: float, label: str = label, task: Any = task
+            ) -> None:
                 progress.update(task, completed=part, state=escape(f"{layer}: {step}"))
+                if step == STEPS[0] and not errors.is_terminal:  # where no bar moves
+                    errors.print(f"{label}: {escape(layer)}", highlight=False, soft_wrap=True)
 
             found.append(inspect_network(subject, settings, tell))
             progress.update(task, completed=1.0, state="done")
