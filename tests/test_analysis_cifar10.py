@@ -12,12 +12,12 @@ CONVOLUTIONS = ("conv1", "conv2", "conv3")
 
 def trained(net, data, folder):
     """The network after an epoch of SGD."""
-    wishes = {"data": "cifar10", "net": net, "init": "kaiming", "optimizer": "sgd", "lr": 0.01}
+    wishes = {"data": "cifar10", "net": net, "init": "kaiming", "optimizer": "sgd", "lr": 0.003}
     wishes |= {"batch_size": 128, "epochs": 1.0, "evaluation_examples": 1000}
     trainer = Trainer.start(folder, make_config(**wishes), data, name=net)
     trainer.advance()
     trainer.close()
-    assert trainer.last_evaluation["test_error"] < 55
+    assert trainer.last_evaluation["averaged_test_error"] < 75
     return trainer.parts
 
 
