@@ -17,7 +17,7 @@ import kfc
 from kfc.layers.structures import STRUCTURES
 from kfc.layers.structures.gradients import SquaredGradients
 from kfc.stationary import uncorrelated_factor
-from test_algorithm import transformed_net
+from test_algorithm import borderless_net, transformed_net
 from test_checkpoints import tensors
 
 CURVATURES = tuple(STRUCTURES)
@@ -166,15 +166,7 @@ def move(model, x, y, curvature):
 def moved_outputs(seed, mode, curvature, before, after, offset):
     """The outputs of a network, and of the same in other coordinates, after a step of both."""
     torch.manual_seed(seed)
-    size, pad = (2, 0) if mode == "zeros" else (3, 1)
-    net = nn.Sequential(
-        nn.Conv2d(1, 2, 2),
-        nn.Tanh(),
-        nn.Conv2d(2, 2, size, padding=pad, padding_mode=mode),
-        nn.Flatten(),
-        nn.Tanh(),
-        nn.LazyLinear(3),
-    )
+    net = borderless_net(mode)
     x, y = torch.randn(40, 1, 4, 4), torch.randint(3, (40,))
     start = net(x).detach()
     other = transformed_net(net, (before(), torch.randn(2)), (after(), offset * torch.randn(2)))
