@@ -29,6 +29,7 @@ ROOMS = [
     "session",
     "capture",
     "fisher",
+    "distributed",
     "curvature",
     "gathering",
     "description",
