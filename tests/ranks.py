@@ -1,0 +1,255 @@
+"""Functions in several real processes at once: the ranks of a gloo process group.
+
+def double(rank, number):            # at the top of a test module, where ranks find it
+    return Workers(dist.group.WORLD).sum([number])
+
+assert run_ranks(double, 2, 1.5) == [[3.0], [3.0]]
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+FORKS = get_context("forkserver")
+# How long the others may take to say what they think of a rank that failed.
+GRACE_SECONDS = 2.0
+
+# Who holds the group's store: rank 0, as if by `env://`, or one beyond, as under torchrun.
+StoreHolder = Literal["rank 0", "launcher"]
+
+
+class RankError(AssertionError):
+    """A rank failed, or did not end in time; the message has what it printed."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a rank.
+
+    Attributes:
+        result: what the function returned.
+        error: the traceback, if it raised.
+        code: with which the process ended: 0 if the function returned, 1 if it raised, -9 if it was
+            killed; ``None`` if the time was over before.
+        stderr: what it printed there.
+        seconds: until the process ended.
+    """
+
+    rank: int
+    result: Any
+    error: str
+    code: int | None
+    stderr: str
+    seconds: float
+
+    def __str__(self) -> str:
+        end = f"rank {self.rank} did not end" if self.code is None else ""
+        end = end or f"rank {self.rank} ended with code {self.code}"
+        return f"{end} within {self.seconds:.1f} s\n{self.error or self.stderr}"
+
+
+def run_ranks(
+    function: Callable[..., Any], size: int, *args: Any, timeout: float = 60, **options: Any
+) -> list[Any]:
+    """What ``function(rank, *args)`` returns on each rank.
+
+    Args:
+        function: at the top of a module.
+        timeout: seconds for all together.
+        options: of :class:`Ranks`.
+
+    Raises:
+        RankError: with the traceback of the rank that failed first.
+    """
+    with start_ranks(function, size, *args, **options) as ranks:
+        outcomes = ranks.outcomes(timeout, after_failure=GRACE_SECONDS)
+    failed = [outcome for outcome in outcomes if outcome.code != 0]
+    if failed:
+        failed.sort(key=lambda outcome: (outcome.code is None, outcome.seconds))
+        raise RankError("\n".join(map(str, failed)))
+    return [outcome.result for outcome in outcomes]
+
+
+def start_ranks(function: Callable[..., Any], size: int, *args: Any, **options: Any) -> Ranks:
+    """Start them, and let them run; use it in a ``with``, at whose end they are killed."""
+    return Ranks(function, size, args, **options)
+
+
+class Ranks:
+    """Running processes.
+
+    Args:
+        function: called as ``function(rank, *args)``, in a process group of gloo.
+        group_timeout: seconds after which a collective gives up.
+        dtype: the default of torch.
+        store: who holds the group's store.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        size: int,
+        args: tuple[Any, ...],
+        *,
+        group_timeout: float = 20,
+        dtype: torch.dtype | None = None,
+        store: StoreHolder = "launcher",
+    ) -> None:
+        _start_server()
+        self._folder = tempfile.TemporaryDirectory(prefix="kfc-ranks-")
+        self._store, port = _open_store(store)
+        self._start = time.monotonic()
+        setup = _Setup(size, port, self._store is None, group_timeout, dtype, self._folder.name)
+        self.processes = [
+            FORKS.Process(target=_run, args=(setup, rank, function, args)) for rank in range(size)
+        ]
+        # Before multiprocessing waits for them: a process that was stopped never ends by itself.
+        atexit.register(self.kill)
+        for process in self.processes:
+            process.start()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        self._folder.cleanup()
+
+    def outcomes(self, timeout: float, after_failure: float | None = None) -> list[Outcome]:
+        """What becomes of each rank; those that have not ended in time are killed.
+
+        Args:
+            timeout: seconds since the start.
+            after_failure: how long to wait for the others once one has failed.
+        """
+        deadline = self._start + timeout
+        running = {process.sentinel: rank for rank, process in enumerate(self.processes)}
+        seconds: dict[int, float] = {}
+        while running and (left := deadline - time.monotonic()) > 0:
+            for sentinel in connection.wait(list(running), left):
+                rank = running.pop(sentinel)
+                self.processes[rank].join()
+                seconds[rank] = time.monotonic() - self._start
+                if self.processes[rank].exitcode != 0 and after_failure is not None:
+                    deadline = min(deadline, time.monotonic() + after_failure)
+        codes = [process.exitcode for process in self.processes]
+        self.kill()
+        elapsed = time.monotonic() - self._start
+        return [
+            self._outcome(rank, code, seconds.get(rank, elapsed)) for rank, code in enumerate(codes)
+        ]
+
+    def _outcome(self, rank: int, code: int | None, seconds: float) -> Outcome:
+        folder = Path(self._folder.name)
+        written = folder / f"result-{rank}"
+        result, error = pickle.loads(written.read_bytes()) if written.exists() else (None, "")
+        printed = folder / f"stderr-{rank}"
+        stderr = printed.read_text(errors="replace") if printed.exists() else ""
+        return Outcome(rank, result, error, code, stderr, seconds)
+
+    def kill(self) -> None:
+        """All that still run, also if they were stopped."""
+        for process in self.processes:
+            if process.pid is not None:
+                process.kill()
+        for process in self.processes:
+            if process.pid is not None:
+                process.join()
+        atexit.unregister(self.kill)
+
+
+@dataclass(frozen=True)
+class _Setup:
+    size: int
+    port: int
+    rank_0_holds_store: bool
+    group_timeout: float
+    dtype: torch.dtype | None
+    folder: str
+
+
+def _open_store(holder: StoreHolder) -> tuple[dist.TCPStore | None, int]:
+    """The store, if this process holds it, and its port."""
+    if holder == "launcher":
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        return store, store.port
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return None, free.getsockname()[1]
+
+
+@cache
+def _start_server() -> None:
+    """Start the server from which processes are forked, and wait until it can.
+
+    There is one for all tests of a session: it imports what the tests of commands need only if
+    those are among them.
+    """
+    more = ["preloaded"] if "commands" in sys.modules else []
+    FORKS.set_forkserver_preload([*more, "preloaded_ranks"])
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    variables = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1", "PYTHONPATH": path}
+    with patch.dict(os.environ, variables):
+        first = FORKS.Process(target=os.getpid)
+        first.start()
+    first.join()
+
+
+def _run(setup: _Setup, rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """In the forked process: the function, then whatever a script does when it ends."""
+    folder = Path(setup.folder)
+    os.dup2(os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    result, error = None, ""
+    try:
+        _join_group(setup, rank)
+        result = function(rank, *args)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except Exception as raised:
+        error = traceback.format_exc()
+        _report_uncaught(raised)
+    unfinished = folder / f"unfinished-{rank}"
+    unfinished.write_bytes(pickle.dumps((result, error)))
+    unfinished.rename(folder / f"result-{rank}")
+    # A process of multiprocessing ends without.
+    atexit._run_exitfuncs()
+    os._exit(1 if error else 0)
+
+
+def _join_group(setup: _Setup, rank: int) -> None:
+    torch.set_num_threads(1)
+    if setup.dtype is not None:
+        torch.set_default_dtype(setup.dtype)
+    holds = setup.rank_0_holds_store and rank == 0
+    store = dist.TCPStore("localhost", setup.port, is_master=holds, wait_for_workers=False)
+    # The group's timeout may be short: it is not for processes that take their time to start.
+    store.set(f"rank-{rank}", "here")
+    store.wait([f"rank-{other}" for other in range(setup.size)])
+    timeout = timedelta(seconds=setup.group_timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=setup.size, timeout=timeout)
+
+
+def _report_uncaught(error: Exception) -> None:
+    """As the interpreter does."""
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+    sys.excepthook(type(error), error, error.__traceback__)
