@@ -172,7 +172,10 @@ class Curvature:
                 continue
             layer, handler = self.layers[name], self.handlers[name]
             layer.damping = damping(name)
-            layer.inverse = handler.invert(running, layer.damping, self.inverse_kind, layer.inverse)
+            inverse = handler.invert(running, layer.damping, self.inverse_kind)
+            if layer.inverse is not None:
+                inverse = handler.continued(inverse, layer.inverse)
+            layer.inverse = inverse
 
     def inverses(self) -> dict[str, LayerInverse]:
         """Those in use."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,9 +72,16 @@ class KroneckerInverse(ABC):
     """The inverse of one damped block, ready to be applied; its tensors are its whole state."""
 
     tensors: dict[str, Tensor]
+    #: Those of which the lower triangle says all.
+    triangles: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = dict(tensors)
+
+    @classmethod
+    def restored(cls, tensors: Mapping[str, Tensor]) -> KroneckerInverse:
+        """From its tensors; of ``triangles``, the rest is as the lower part mirrored has it."""
+        return cls(tensors)
 
     @classmethod
     @abstractmethod
@@ -103,12 +110,21 @@ class FactoredInverse(KroneckerInverse):
     The inverses themselves would take three times as long to compute, and no less to apply.
     """
 
+    triangles = Factors._fields
+
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
         self.activation, self.derivative = (
             DampedInverse(tensors[name], bool(explicit))
             for name, explicit in zip(Factors._fields, tensors["explicit"].tolist(), strict=True)
         )
+
+    @classmethod
+    def restored(cls, tensors: Mapping[str, Tensor]) -> FactoredInverse:
+        roots = [
+            n for n, e in zip(Factors._fields, tensors["explicit"].tolist(), strict=True) if not e
+        ]
+        return cls({**tensors, **{name: tensors[name].tril() for name in roots}})
 
     @classmethod
     def of(cls, factors: Factors, damping: float) -> FactoredInverse:

@@ -151,18 +151,16 @@ class Handler(ABC):
         """The shapes of the running averages, for the parameters trained now."""
 
     @abstractmethod
-    def invert(
-        self,
-        running: tuple[Tensor, ...],
-        damping: float,
-        kind: str,
-        previous: Inverse | None = None,
-    ) -> Inverse:
-        """The inverse of the block, damped by δ = λ + γ.
+    def invert(self, running: tuple[Tensor, ...], damping: float, kind: str) -> Inverse:
+        """The inverse of the block, damped by δ = λ + γ."""
 
-        Args:
-            previous: the one it takes the place of.
-        """
+    def continued(self, inverse: Inverse, previous: Inverse) -> Inverse:
+        """A new inverse with what the one that it takes the place of had measured."""
+        return inverse
+
+    def measured_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of what statistics that have an inverse measure for it."""
+        return ()
 
     def updated(self, inverse: Inverse, means: tuple[Tensor, ...], decay: float) -> Inverse:
         """The inverse with what its statistics gave for it, beside the running averages.
@@ -183,9 +181,13 @@ class Handler(ABC):
     def inverse_shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         """The shapes of an inverse's tensors, for the parameters trained now."""
 
+    def inverse_triangles(self, kind: str) -> tuple[str, ...]:
+        """Those of an inverse's tensors of which the lower triangle says all."""
+        return ()
+
     @abstractmethod
     def restore_inverse(self, tensors: Mapping[str, Tensor], kind: str) -> Inverse:
-        """An inverse from its tensors, as a checkpoint holds them."""
+        """An inverse from its tensors, as a checkpoint or another process has them."""
 
     @abstractmethod
     def natural_gradient(

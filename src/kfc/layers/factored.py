@@ -139,14 +139,14 @@ class KroneckerHandler(Handler):
         """Ω and Γ, batched over groups, if the block is made of them."""
         return self.structure.factors(self, running)
 
-    def invert(
-        self,
-        running: tuple[Tensor, ...],
-        damping: float,
-        kind: str,
-        previous: Inverse | None = None,
-    ) -> Inverse:
-        return self.structure.invert(self, running, damping, kind, previous)
+    def invert(self, running: tuple[Tensor, ...], damping: float, kind: str) -> Inverse:
+        return self.structure.invert(self, running, damping, kind)
+
+    def continued(self, inverse: Inverse, previous: Inverse) -> Inverse:
+        return self.structure.continued(inverse, previous)
+
+    def measured_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return self.structure.measured_shapes(self)
 
     def updated(self, inverse: Inverse, means: tuple[Tensor, ...], decay: float) -> Inverse:
         return self.structure.updated(inverse, means, decay)
@@ -158,6 +158,9 @@ class KroneckerHandler(Handler):
 
     def inverse_shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         return self.structure.inverse_shapes(self, kind)
+
+    def inverse_triangles(self, kind: str) -> tuple[str, ...]:
+        return self.structure.inverse_triangles(kind)
 
     def restore_inverse(self, tensors: Mapping[str, Tensor], kind: str) -> Inverse:
         return self.structure.restore_inverse(tensors, kind)

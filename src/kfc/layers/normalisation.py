@@ -54,17 +54,14 @@ class NormalisationHandler(Handler):
     def summary(self, running: tuple[Tensor, ...]) -> dict[str, Any]:
         return {"block_trace": running[0].diagonal(dim1=-2, dim2=-1).sum().item()}
 
-    def invert(
-        self,
-        running: tuple[Tensor, ...],
-        damping: float,
-        kind: str,
-        previous: Inverse | None = None,
-    ) -> Inverse:
+    def invert(self, running: tuple[Tensor, ...], damping: float, kind: str) -> Inverse:
         return BlockInverse({"inverse": invert_blocks(running[0], damping)})
 
     def inverse_shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         return {"inverse": self.shapes()[0]}
+
+    def inverse_triangles(self, kind: str) -> tuple[str, ...]:
+        return ("inverse",)
 
     def restore_inverse(self, tensors: Mapping[str, Tensor], kind: str) -> Inverse:
         return BlockInverse(tensors)

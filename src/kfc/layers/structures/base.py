@@ -37,12 +37,7 @@ class Structure(ABC):
 
     @abstractmethod
     def invert(
-        self,
-        handler: KroneckerHandler,
-        running: tuple[Tensor, ...],
-        damping: float,
-        kind: str,
-        previous: Inverse | None,
+        self, handler: KroneckerHandler, running: tuple[Tensor, ...], damping: float, kind: str
     ) -> Inverse: ...
 
     def redamp(
@@ -53,7 +48,13 @@ class Structure(ABC):
         damping: float,
         kind: str,
     ) -> Inverse:
-        return self.invert(handler, running, damping, kind, inverse)
+        return self.invert(handler, running, damping, kind)
+
+    def continued(self, inverse: Inverse, previous: Inverse) -> Inverse:
+        return inverse
+
+    def measured_shapes(self, handler: KroneckerHandler) -> tuple[tuple[int, ...], ...]:
+        return ()
 
     def updated(self, inverse: Inverse, means: tuple[Tensor, ...], decay: float) -> Inverse:
         return inverse
@@ -62,6 +63,9 @@ class Structure(ABC):
     def inverse_shapes(
         self, handler: KroneckerHandler, kind: str
     ) -> dict[str, tuple[int, ...]]: ...
+
+    def inverse_triangles(self, kind: str) -> tuple[str, ...]:
+        return ()
 
     @abstractmethod
     def restore_inverse(self, tensors: Mapping[str, Tensor], kind: str) -> Inverse: ...
@@ -92,12 +96,7 @@ class KroneckerProduct(Structure):
         )
 
     def invert(
-        self,
-        handler: KroneckerHandler,
-        running: tuple[Tensor, ...],
-        damping: float,
-        kind: str,
-        previous: Inverse | None,
+        self, handler: KroneckerHandler, running: tuple[Tensor, ...], damping: float, kind: str
     ) -> Inverse:
         return INVERSES[kind].of(self.factors(handler, running), damping)
 
@@ -115,8 +114,11 @@ class KroneckerProduct(Structure):
     def inverse_shapes(self, handler: KroneckerHandler, kind: str) -> dict[str, tuple[int, ...]]:
         return INVERSES[kind].shapes(*self.factor_shapes(handler))
 
+    def inverse_triangles(self, kind: str) -> tuple[str, ...]:
+        return INVERSES[kind].triangles
+
     def restore_inverse(self, tensors: Mapping[str, Tensor], kind: str) -> Inverse:
-        return INVERSES[kind](tensors)
+        return INVERSES[kind].restored(tensors)
 
     def wide_factors(self, handler: KroneckerHandler) -> list[str]:
         """Which factors are kept as diagonals because they are wide."""

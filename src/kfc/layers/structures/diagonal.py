@@ -35,12 +35,7 @@ class Diagonal(Structure):
         return None
 
     def invert(
-        self,
-        handler: KroneckerHandler,
-        running: tuple[Tensor, ...],
-        damping: float,
-        kind: str,
-        previous: Inverse | None,
+        self, handler: KroneckerHandler, running: tuple[Tensor, ...], damping: float, kind: str
     ) -> Inverse:
         return DiagonalInverse({"inverse": reciprocal_or_zero(running[0] + damping)})
 

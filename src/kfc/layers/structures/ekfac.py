@@ -35,17 +35,18 @@ class MeasuredEigenbasis(KroneckerFactors):
         return _MeasuringStatistics(handler, inverse)
 
     def invert(
-        self,
-        handler: KroneckerHandler,
-        running: tuple[Tensor, ...],
-        damping: float,
-        kind: str,
-        previous: Inverse | None,
+        self, handler: KroneckerHandler, running: tuple[Tensor, ...], damping: float, kind: str
     ) -> Inverse:
-        inverse = MeasuredInverse(EigenInverse.of(self.factors(handler, running), damping).tensors)
-        if isinstance(previous, MeasuredInverse) and previous.measured:
-            return inverse.continuing(previous)
-        return inverse
+        return MeasuredInverse(EigenInverse.of(self.factors(handler, running), damping).tensors)
+
+    def continued(self, inverse: Inverse, previous: Inverse) -> Inverse:
+        assert isinstance(inverse, MeasuredInverse)
+        assert isinstance(previous, MeasuredInverse)
+        return inverse.continuing(previous) if previous.measured else inverse
+
+    def measured_shapes(self, handler: KroneckerHandler) -> tuple[tuple[int, ...], ...]:
+        width, height = handler.sizes()
+        return ((handler.groups, height * width),)
 
     def updated(self, inverse: Inverse, means: tuple[Tensor, ...], decay: float) -> Inverse:
         assert isinstance(inverse, MeasuredInverse)
@@ -54,6 +55,9 @@ class MeasuredEigenbasis(KroneckerFactors):
 
     def inverse_shapes(self, handler: KroneckerHandler, kind: str) -> dict[str, tuple[int, ...]]:
         return MeasuredInverse.shapes(*self.factor_shapes(handler))
+
+    def inverse_triangles(self, kind: str) -> tuple[str, ...]:
+        return MeasuredInverse.triangles
 
     def restore_inverse(self, tensors: Mapping[str, Tensor], kind: str) -> Inverse:
         return MeasuredInverse(tensors)
