@@ -1,0 +1,221 @@
+"""What ranks tell each other arrives, and costs what it is said to cost."""
+
+import os
+import signal
+import time
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+from kfc.distributed import packing, workers
+from kfc.distributed.workers import Workers, join_workers
+from ranks import RankError, run_ranks, start_ranks
+
+# Packing
+
+matrix_sizes = st.integers(1, 9)
+
+
+@given(groups=st.integers(1, 3), size=matrix_sizes, seed=st.integers(0, 9))
+def test_a_symmetric_matrix_survives_folding(groups, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    square = torch.randn(groups, size, size, generator=generator)
+    matrices = square + square.mT
+    folded = packing.fold(matrices)
+    assert folded.shape == (groups, *packing.packed_shape(size))
+    assert_close(packing.unfold(folded, size), matrices, rtol=0, atol=0)
+    # Each number of the lower triangle is there, once.
+    triangles = torch.cat([matrix[torch.ones_like(matrix).tril() > 0] for matrix in matrices])
+    assert_close(folded.flatten().sort().values, triangles.sort().values, rtol=0, atol=0)
+
+
+@given(shape=st.lists(st.integers(1, 5), max_size=4), size=matrix_sizes, groups=st.integers(1, 3))
+def test_the_wire_holds_the_numbers_that_are_announced(shape, size, groups):
+    for shape_sent, symmetric in ((shape, False), ([groups, size, size], True)):
+        sent = torch.rand(shape_sent)
+        if symmetric:
+            sent = sent + sent.mT
+        numbers = packing.to_wire(sent, symmetric=symmetric)
+        assert numbers.shape == (packing.wire_numbers(shape_sent, symmetric=symmetric),)
+        received = packing.from_wire(numbers, shape_sent, symmetric=symmetric)
+        assert_close(received, sent, rtol=0, atol=0)
+
+
+@given(size=matrix_sizes, groups=st.integers(1, 3))
+def test_half_of_a_symmetric_matrix_is_sent(size, groups):
+    expected = groups * size * (size + 1) // 2
+    assert packing.wire_numbers((groups, size, size), symmetric=True) == expected
+    assert torch.Size(packing.packed_shape(size)).numel() * groups == expected
+
+
+def test_groups_of_square_matrices_are_folded_and_nothing_else():
+    assert packing.is_folded((1, 3, 3))
+    assert not any(map(packing.is_folded, [(3, 3), (2, 3, 4), (1, 2, 3, 3), ()]))
+
+
+# One process alone
+
+
+def test_one_process_returns_its_argument_and_sends_nothing():
+    alone = Workers(None)
+    tensors = [torch.ones(2, 3), torch.zeros(1)]
+    assert (alone.rank, alone.size) == (0, 1)
+    assert alone.sum([1.0, 2.0]) == alone.mean([1.0, 2.0]) == alone.largest([1.0, 2.0]) == [1, 2]
+    assert alone.any(True)
+    assert not alone.any(False)
+    assert alone.gather([1.0, 2.0]) == [[1.0, 2.0]]
+    for messages in (alone.start_sum(tensors, "x"), alone.start_broadcast(tensors, 0, "x")):
+        arrived = messages.wait()
+        assert [id(tensor) for tensor in arrived] == [id(tensor) for tensor in tensors]
+    thing = object()
+    assert alone.share(thing) is thing
+    assert not alone.traffic
+
+
+def test_a_model_is_trained_by_one_process_where_there_is_no_group():
+    model = torch.nn.Linear(1, 1)
+    for choice in ("auto", None):
+        module, found = join_workers(model, choice)
+        assert module is model
+        assert found.size == 1
+    with pytest.raises(ValueError, match="process_group must be"):
+        join_workers(model, "all")
+
+
+# Several processes
+
+
+def say_everything(rank):
+    """Of each method the result, where ranks differ in what they say, and the bytes sent."""
+    group = Workers(dist.group.WORLD)
+    results = {
+        "sum": group.sum([rank, 1.5], "sum"),
+        "mean": group.mean([float(rank), 3.0], "mean"),
+        "largest": group.largest([float(-rank), float(rank)], "largest"),
+        "any": [group.any(rank == 1, "any"), group.any(False, "any")],
+        "gather": group.gather([rank, 10.0 * rank], "gather"),
+        "share": group.share({"names": ["a", rank], "tensor": torch.full((2,), rank)}, "share"),
+    }
+    tensors = tensors_of(rank)
+    for limit in (workers.BUCKET_BYTES, 64):
+        with patch.object(workers, "BUCKET_BYTES", limit):
+            started = group.start_sum(tensors, "start_sum")
+            results["summed", limit] = started.wait()
+            results["buckets", limit] = len(started.buckets)
+            sent = group.start_broadcast(tensors, 1, "start_broadcast")
+            results["sent", limit] = sent.wait()
+    results["untouched"] = all(map(torch.equal, tensors, tensors_of(rank)))
+    results["wrappers"] = find_group(rank)
+    return results, group.traffic
+
+
+def tensors_of(rank):
+    """Of 4, 8 and 4 bytes a number, none of them alike, one empty, one of rows apart in memory."""
+    return [
+        torch.arange(6.0).reshape(2, 3) + rank,
+        torch.full((3,), 2.0**-40 + rank, dtype=torch.float64),
+        torch.zeros(0, 4),
+        torch.arange(24.0).reshape(4, 6)[:, ::2] * (rank + 1),
+        torch.tensor(7 + rank, dtype=torch.int32),
+        torch.full((5,), 1.0 + rank),
+    ]
+
+
+def find_group(rank):
+    """The group of DDP's wrapper, the default one, one given, and one process in spite of them."""
+    model = torch.nn.Linear(1, 1)
+    inside, of_wrapper = join_workers(DistributedDataParallel(model), "auto")
+    assert inside is model
+    of_rank = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
+    with pytest.raises(ValueError, match=r"model\.module"):
+        join_workers(DistributedDataParallel(model), None)
+    choices = [of_wrapper, *(join_workers(model, choice)[1] for choice in ("auto", None, of_rank))]
+    return [(workers.rank, workers.size) for workers in choices]
+
+
+@pytest.fixture(scope="module")
+def said():
+    return run_ranks(say_everything, 3)
+
+
+def test_numbers_are_reduced_over_ranks(said):
+    for rank, (results, _) in enumerate(said):
+        assert results["sum"] == [3.0, 4.5]
+        assert results["mean"] == [1.0, 3.0]
+        assert results["largest"] == [0.0, 2.0]
+        assert results["any"] == [True, False]
+        assert results["gather"] == [[0.0, 0.0], [1.0, 10.0], [2.0, 20.0]]
+        assert results["share"]["names"] == ["a", 0]
+        assert_close(results["share"]["tensor"], torch.tensor([0, 0]))
+        assert results["wrappers"] == [(rank, 3), (rank, 3), (0, 1), (0, 1)]
+
+
+@pytest.mark.parametrize(("limit", "buckets"), [(workers.BUCKET_BYTES, 3), (64, 5)])
+def test_tensors_are_summed_and_sent_in_buckets(said, limit, buckets):
+    total = [sum(same) for same in zip(*map(tensors_of, range(3)), strict=True)]
+    for results, _ in said:
+        assert results["buckets", limit] == buckets
+        for found, expected in (("summed", total), ("sent", tensors_of(1))):
+            for tensor, truth in zip(results[found, limit], expected, strict=True):
+                assert_close(tensor, truth, rtol=0, atol=0)
+        assert results["untouched"]
+
+
+def test_bytes_are_counted_by_what_they_are_about(said):
+    of_tensors = sum(tensor.nbytes for tensor in tensors_of(0))
+    for _, traffic in said:
+        shared = traffic.pop("share")
+        assert 100 < shared < 10_000
+        assert traffic == {
+            "sum": 16,
+            "mean": 16,
+            "largest": 16,
+            "any": 16,
+            "gather": 48,
+            "start_sum": 2 * of_tensors,
+            "start_broadcast": 2 * of_tensors,
+        }
+
+
+# The processes of these tests
+
+
+def one_fails(rank):
+    if rank == 1:
+        raise ValueError("rank 1 does not like this")
+    dist.barrier()
+
+
+def each_ends_in_its_own_way(rank):
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 2:
+        raise ValueError("no")
+    return torch.get_default_dtype()
+
+
+def test_the_error_of_a_rank_is_raised():
+    with pytest.raises(
+        RankError, match=r"(?s)rank 1 ended with code 1.*does not like this.*rank 0"
+    ):
+        run_ranks(one_fails, 2)
+
+
+def test_ranks_that_do_not_end_are_killed():
+    start = time.monotonic()
+    with start_ranks(each_ends_in_its_own_way, 4, dtype=torch.float64) as ranks:
+        killed, stopped, failed, returned = ranks.outcomes(timeout=1)
+    assert time.monotonic() - start < 3
+    assert (killed.code, stopped.code, failed.code, returned.code) == (-9, None, 1, 0)
+    assert "ValueError: no" in failed.error
+    assert "ValueError: no" in failed.stderr
+    assert returned.result == torch.float64
+    assert not any(process.is_alive() for process in ranks.processes)
