@@ -33,6 +33,7 @@ ROOMS = [
     "curvature",
     "gathering",
     "description",
+    "renewal",
     "preconditioner",
     "analysis",
     "optimizers",

@@ -222,11 +222,10 @@ def _plain_gradients_enabled() -> bool:
 
 def refuse_hidden_layers(model: nn.Module) -> None:
     """Raise if the model's layers would run where no hook sees them."""
-    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    if isinstance(model, wrappers):
+    if isinstance(model, nn.DataParallel):
         raise ValueError(
-            f"the model is wrapped in {type(model).__name__}, which kfc does not support: its "
-            "replicas would not share their curvature; pass the plain module"
+            "the model is wrapped in DataParallel, which kfc does not support: its replicas would "
+            "not share their curvature; use DistributedDataParallel, or pass the plain module"
         )
     for name, module in model.named_modules():
         where = f"submodule {name!r}" if name else "the model"

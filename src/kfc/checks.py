@@ -59,7 +59,7 @@ def require_whole(name: str, value: object, low: int | None = 1) -> None:
         raise ValueError(f"{name} must be a whole number{bound}, got {value!r}")
 
 
-def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def require_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kfc.checks import raise_differences, require_choice, require_keys
+from kfc.distributed.inverter import Inverter, RemoteInverse
 from kfc.kronecker import INVERSES, trace
 from kfc.layers import Handler, Moment, Plan, Statistics
 from kfc.layers.base import Inverse
@@ -42,18 +43,32 @@ class LayerInverse(NamedTuple):
     roles: tuple[str, ...]
 
 
+class Block(NamedTuple):
+    """What a layer's inverse is made of.
+
+    Attributes:
+        running: the averages of its statistics.
+        roles: the parameters that they are of.
+    """
+
+    running: tuple[Tensor, ...]
+    damping: float
+    roles: tuple[str, ...]
+
+
 class Curvature:
     """One :class:`LayerCurvature` per handler of a plan, and the batch statistics on their way in.
 
     Args:
-        inverse_kind: a key of ``kfc.kronecker.INVERSES``.
+        inverter: who computes inverses, and of which kind.
     """
 
-    def __init__(self, plan: Plan, inverse_kind: str) -> None:
+    def __init__(self, plan: Plan, inverter: Inverter) -> None:
         self.handlers = plan.handlers
         self.layer_of = plan.layer_of
         self.structure_name = plan.curvature
-        self.inverse_kind = inverse_kind
+        self.inverter = inverter
+        self.inverse_kind = inverter.kind
         self.layers = {name: LayerCurvature() for name in plan.handlers}
         self.pending: dict[str, tuple[Moment, ...]] = {}
 
@@ -68,6 +83,13 @@ class Curvature:
         layer, handler = self.layers[name], self.handlers[name]
         fits = layer.roles == tuple(handler.trained()) and not afresh
         return handler.statistics(layer.inverse if fits else None)
+
+    def moment_shapes(self, name: str, *, afresh: bool) -> tuple[tuple[int, ...], ...]:
+        """Of what ``statistics_of`` a layer will have gathered."""
+        layer, handler = self.layers[name], self.handlers[name]
+        fits = layer.roles == tuple(handler.trained()) and not afresh
+        measured = handler.measured_shapes() if fits and layer.inverse is not None else ()
+        return handler.shapes() + measured
 
     def add(self, moments: Mapping[str, tuple[Moment, ...]], scale: float = 1.0) -> None:
         """Micro-batches add up: each moment is weighted by what it is a mean over.
@@ -146,6 +168,17 @@ class Curvature:
         layer, trained = self.layers[name], self.handlers[name].trained()
         return not trained or (layer.running is not None and layer.roles == tuple(trained))
 
+    def common_tensors(self) -> dict[str, Tensor]:
+        """What all ranks must have the same of, by what to call it."""
+        found = {}
+        for name, layer in self.layers.items():
+            for index, tensor in enumerate(layer.running or ()):
+                found[f"statistic {index} of layer {name!r}"] = tensor
+            if layer.inverse is not None and not self.inverter.placement_of(name).kept:
+                for key, tensor in layer.inverse.tensors.items():
+                    found[f"the inverse ({key}) of layer {name!r}"] = tensor
+        return found
+
     def running(self) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
         """(name, running averages) of every layer that has some."""
         for name, layer in self.layers.items():
@@ -156,26 +189,62 @@ class Curvature:
 
     def refresh_inverses(self, damping: Callable[[str], float], *, only_missing: bool) -> None:
         """Invert every known block, damped by δ of its layer, or only those not inverted yet."""
+        blocks = self.blocks_to_invert(damping, only_missing=only_missing)
+        self.take_inverses(blocks, self.invert(blocks))
+
+    def blocks_to_invert(
+        self, damping: Callable[[str], float], *, only_missing: bool = False
+    ) -> dict[str, Block]:
+        """Every known block, damped by δ of its layer, or only those not inverted yet."""
         due = {
             name: running
             for name, running in self.running()
             if not only_missing or self.layers[name].inverse is None
         }
         if not due:
-            return
+            return {}
         sums = [torch.stack([trace(r).sum() for r in running]).sum() for running in due.values()]
         home = sums[0].device
         finite = torch.stack([torch.isfinite(s).to(home) for s in sums]).tolist()
+        blocks = {}
         for (name, running), good in zip(due.items(), finite, strict=True):
-            if not good:
+            if good:
+                blocks[name] = Block(running, damping(name), self.layers[name].roles)
+            else:
                 self._refuse_factors(name)
+        return blocks
+
+    def invert(self, blocks: Mapping[str, Block]) -> dict[str, Inverse]:
+        """This rank's share of the blocks; any thread may do it."""
+        return self.inverter.compute(
+            blocks,
+            lambda name: self.handlers[name].invert(
+                blocks[name].running, blocks[name].damping, self.inverse_kind
+            ),
+        )
+
+    def take_inverses(self, blocks: Mapping[str, Block], own: Mapping[str, Inverse]) -> None:
+        """Use the inverses of these blocks, where those are still of what is known.
+
+        Args:
+            own: this rank's share of them.
+        """
+        for name, inverse in self.inverter.distribute(blocks, own).items():
+            layer, handler, block = self.layers[name], self.handlers[name], blocks[name]
+            if layer.roles != block.roles:
                 continue
-            layer, handler = self.layers[name], self.handlers[name]
-            layer.damping = damping(name)
-            inverse = handler.invert(running, layer.damping, self.inverse_kind)
+            inverse = self._at_home(handler, inverse)
             if layer.inverse is not None:
                 inverse = handler.continued(inverse, layer.inverse)
-            layer.inverse = inverse
+            layer.inverse, layer.damping = inverse, block.damping
+
+    def _at_home(self, handler: Handler, inverse: Inverse) -> Inverse:
+        """On the layer's device, if it was made elsewhere."""
+        home = handler.weight.device
+        moved_here = {key: tensor.to(home) for key, tensor in inverse.tensors.items()}
+        if all(moved_here[key] is tensor for key, tensor in inverse.tensors.items()):
+            return inverse
+        return handler.restore_inverse(moved_here, self.inverse_kind)
 
     def inverses(self) -> dict[str, LayerInverse]:
         """Those in use."""
@@ -187,14 +256,28 @@ class Curvature:
 
     def redamped_inverses(self, damping: float) -> dict[str, LayerInverse]:
         """Those of all layers with another damping; just after ``refresh_inverses`` of all."""
-        inverses = {}
-        for name, layer in self.layers.items():
-            if layer.inverse is not None and layer.running is not None:
-                inverse = self.handlers[name].redamp(
-                    layer.inverse, layer.running, damping, self.inverse_kind
-                )
-                inverses[name] = LayerInverse(inverse, damping, layer.roles)
-        return inverses
+        known = [
+            name
+            for name, layer in self.layers.items()
+            if layer.inverse is not None and layer.running is not None
+        ]
+
+        def redamped(name: str) -> Inverse:
+            layer, handler = self.layers[name], self.handlers[name]
+            assert layer.inverse is not None
+            assert layer.running is not None
+            return handler.redamp(layer.inverse, layer.running, damping, self.inverse_kind)
+
+        if self.inverse_kind == "eigen" or self.structure_name == "ekfac":
+            # Eigenvectors stay as they are: whoever has an inverse has all it takes.
+            found = {n: redamped(n) for n in known if not self._is_remote(n)}
+            found |= {n: RemoteInverse() for n in known if self._is_remote(n)}
+        else:
+            found = self.inverter.distribute(known, self.inverter.compute(known, redamped))
+        return {n: LayerInverse(found[n], damping, self.layers[n].roles) for n in known}
+
+    def _is_remote(self, name: str) -> bool:
+        return isinstance(self.layers[name].inverse, RemoteInverse)
 
     def use_inverses(self, inverses: Mapping[str, LayerInverse]) -> dict[str, LayerInverse]:
         """Take these instead, where they are still of what is known; returns those in use before.
@@ -240,12 +323,17 @@ class Curvature:
             if name in self.layer_of:
                 layer, role = self.layer_of[name]
                 by_layer.setdefault(layer, {})[role] = name
-        products = {}
+        products: dict[str, Tensor] = {}
+        to_arrive = {}
         for layer, names in by_layer.items():
             natural = self._natural_gradient_of(layer, names, vectors)
-            for name, new in natural.items():
-                products[name] = _inner_product(vectors[name], new)
-                vectors[name].copy_(new)
+            if self.inverter.placement_of(layer).kept:
+                to_arrive[layer] = natural
+            else:
+                products.update(_replace(vectors, natural))
+        self.inverter.complete(to_arrive)
+        for natural in to_arrive.values():
+            products.update(_replace(vectors, natural))
         for name, vector in vectors.items():
             if name not in products:
                 products[name] = _inner_product(vector, vector)
@@ -263,6 +351,8 @@ class Curvature:
                 "model rather than its parts, have output= return every tensor that the loss is "
                 "computed from, or freeze the layer"
             )
+        if self._is_remote(layer):
+            return {name: vectors[name].to(handler.dtype, copy=True) for name in names.values()}
         # A trained parameter without a gradient stays where it is; its gradient counts as zero.
         by_role = {
             role: vectors[names[role]].to(handler.dtype)
@@ -289,7 +379,19 @@ class Curvature:
         return {
             "structure": self.structure_name,
             "inverse_kind": self.inverse_kind,
-            "layers": {name: _save(layer) for name, layer in self.layers.items()},
+            "layers": {name: self._save(name) for name in self.layers},
+        }
+
+    def _save(self, name: str) -> dict[str, Any]:
+        layer = self.layers[name]
+        inverse = {} if layer.inverse is None else layer.inverse.tensors
+        if self.inverter.placement_of(name).kept:
+            inverse = {}  # some ranks have it, some not; all of them make it anew
+        return {
+            "roles": list(layer.roles),
+            "running": [tensor.clone() for tensor in layer.running or ()],
+            "inverse": {key: tensor.clone() for key, tensor in inverse.items()},
+            "damping": layer.damping,
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -347,19 +449,18 @@ class Curvature:
 LAYER_KEYS = ("roles", "running", "inverse", "damping")
 
 
+def _replace(vectors: Mapping[str, Tensor], natural: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Put natural gradients where the gradients were; returns their inner products."""
+    products = {}
+    for name, new in natural.items():
+        products[name] = _inner_product(vectors[name], new)
+        vectors[name].copy_(new)
+    return products
+
+
 def _inner_product(vector: Tensor, other: Tensor) -> Tensor:
     wide = torch.promote_types(torch.promote_types(vector.dtype, other.dtype), torch.float32)
     return torch.dot(vector.flatten().to(wide), other.flatten().to(wide))
-
-
-def _save(layer: LayerCurvature) -> dict[str, Any]:
-    inverse = {} if layer.inverse is None else layer.inverse.tensors
-    return {
-        "roles": list(layer.roles),
-        "running": [tensor.clone() for tensor in layer.running or ()],
-        "inverse": {key: tensor.clone() for key, tensor in inverse.items()},
-        "damping": layer.damping,
-    }
 
 
 def _saved_shapes(entry: Mapping[str, Any]) -> dict[str, Any]:

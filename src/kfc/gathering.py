@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from kfc.budget import now
 from kfc.capture import ModelCall
+from kfc.checks import all_finite
 from kfc.curvature import Curvature
+from kfc.distributed import Workers
+from kfc.distributed.exchange import Exchange
 from kfc.fisher import Output, select_output
 from kfc.generator import OwnGenerator
 from kfc.layers import Statistics, mixes_examples
@@ -27,6 +30,12 @@ MAX_EXACT_COLUMNS = 1024
 class Gathering:
     """Listens to a model's hooks and adds to its curvature's pending statistics.
 
+    Every rank gathers from its own part of the batch; what they gathered adds up on the way, while
+    the user's backward pass goes on.
+
+    Args:
+        seed: of the targets that are drawn; the same on all ranks, which draw different ones.
+
     Attributes:
         due: whether the coming forward passes should give statistics of every layer.
         estimating: whether what is gathered will take the place of all that is known.
@@ -38,6 +47,7 @@ class Gathering:
         total_seconds: what all of them took.
         clock_device: the device to wait for when looking at the clock, while parts are measured.
         started: when the first forward pass since the last step began.
+        bad_ranks: those known to have had something that is not finite in this step.
     """
 
     def __init__(
@@ -48,6 +58,7 @@ class Gathering:
         fisher: FisherKind,
         output: Output | None,
         seed: int,
+        workers: Workers,
     ) -> None:
         self.model = model
         self.curvature = curvature
@@ -55,6 +66,7 @@ class Gathering:
         self.fisher = fisher
         self.output = output
         self.generator = OwnGenerator(seed)
+        self.workers = workers
         self.due = True
         self.estimating = False
         self.calls: list[tuple[ModelCall, int]] = []
@@ -64,12 +76,18 @@ class Gathering:
         self.total_seconds = 0.0
         self.clock_device: torch.device | None = None
         self.started: float | None = None
+        self.bad_ranks: list[int] = []
         self._open_sessions: list[tuple[Session, Tensor]] = []
         self._pending_examples = 0
+        self._under_way: list[Exchange] = []
+        self._output_is_bad: Tensor | None = None
 
     def wanted_layers(self) -> Collection[str]:
         if self.started is None:
             self.started = now(self.clock_device)
+        return self._wanted()
+
+    def _wanted(self) -> Collection[str]:
         if self.due:
             return self.curvature.handlers.keys()
         # A layer that ran for the first time, or was thawed, cannot wait until statistics are due.
@@ -84,8 +102,16 @@ class Gathering:
         if not self.keeps_calls:
             self.calls.clear()
         self.calls.append((call, selected.shape[0]))
-        if session is None or not session.calls or not selected.requires_grad:
+        if self.workers.size > 1:
+            self._watch_output(selected)
+        if session is None:
             return
+        if session.calls and selected.requires_grad:
+            self._gather(selected, session)
+        if self._sends_at_once():
+            self._send()
+
+    def _gather(self, selected: Tensor, session: Session) -> None:
         session.examples = selected.shape[0]
         if self.fisher == "empirical":
             # The calls' hooks do the rest; their edges would hold the graph in a cycle.
@@ -110,7 +136,8 @@ class Gathering:
             together: whether one column may serve all examples at once, since no layer sees two.
         """
         if self.fisher == "sampled":
-            yield self.likelihood.sample_derivative(outputs, self.generator.on(outputs.device))
+            generator = self.generator.of_rank(self.workers.rank, self.workers.size, outputs.device)
+            yield self.likelihood.sample_derivative(outputs, generator)
             return
         columns = self.likelihood.columns_per_example(outputs) * (1 if together else len(outputs))
         if columns > MAX_EXACT_COLUMNS:
@@ -132,13 +159,18 @@ class Gathering:
     def complete(self, loss_scale: float | Tensor = 1.0) -> None:
         """Bring the pending statistics to the scale of the loss on the whole batch.
 
+        That is the mean of the ranks' losses, as DistributedDataParallel has it.
+
         Args:
             loss_scale: what the user's loss was multiplied by; matters to the empirical Fisher.
         """
         if self.fisher == "empirical":
             self._close_sessions(loss_scale)
-        elif self._pending_examples:
-            self.curvature.scale_pending(self.likelihood.growth(1, self._pending_examples))
+        if self.workers.size > 1:
+            self._receive()
+        if self._pending_examples:
+            examples = self._pending_examples / self.workers.size
+            self.curvature.scale_pending(self.likelihood.growth(1, examples))
         self._pending_examples = 0
         self.seconds = self.spent or self.seconds
         self.total_seconds += self.spent
@@ -156,11 +188,86 @@ class Gathering:
         examples = sum(session.examples for session, *_ in finished)
         for _, outputs, moments in finished:
             weight = self.likelihood.term_weight(outputs, examples) * float(loss_scale) ** 2
-            self.curvature.add(moments, examples / weight)
+            # As if of one example, as in any other gathering.
+            self.curvature.add(moments, examples / weight * self.likelihood.growth(examples, 1))
+        self._pending_examples += examples
         self._open_sessions.clear()
+
+    # Several ranks
+
+    def mean_over_ranks(self, value: Tensor, examples: int) -> Tensor:
+        """A product with the Fisher matrix of the whole batch, from that of this rank's part.
+
+        Args:
+            value: of the loss on this rank's examples, so many.
+        """
+        if self.workers.size == 1:
+            return value
+        own = value * (examples * self.likelihood.growth(examples, 1))
+        both = self.workers.start_sum([own, own.new_tensor(float(examples))], "norms").wait()
+        total, count = both
+        return total * (self.likelihood.growth(1, count.item() / self.workers.size) / count)
+
+    def _sends_at_once(self) -> bool:
+        """Whether what this pass gave should be on its way during the backward that follows.
+
+        Not if more passes are to come before gradients are averaged, or if there is nothing yet.
+        """
+        if self.workers.size == 1 or self.fisher == "empirical" or self.estimating:
+            return False
+        return not self.workers.are_accumulating()
+
+    def _send(self) -> None:
+        """What this rank has gathered; the others do so too."""
+        curvature, wanted = self.curvature, self._wanted()
+        shapes = {n: curvature.moment_shapes(n, afresh=self.estimating) for n in wanted}
+        bad = ~all_finite(curvature.pending_traces())
+        self._under_way.append(
+            Exchange(
+                self.workers,
+                curvature.pending,
+                shapes,
+                {name: curvature.handlers[name] for name in wanted},
+                self._pending_examples,
+                bad,
+            )
+        )
+        curvature.pending.clear()
+        self._pending_examples = 0
+
+    def _receive(self) -> None:
+        if self._wanted() and (self.curvature.pending or not self._under_way):
+            self._send()
+        for exchange in self._under_way:
+            gathered = exchange.wait()
+            self.curvature.add(gathered.moments)
+            self._pending_examples += gathered.examples
+            self.bad_ranks += [r for r in gathered.bad_ranks if r not in self.bad_ranks]
+        self._under_way.clear()
+
+    def _watch_output(self, output: Tensor) -> None:
+        """Note if this rank's loss has a derivative that is not finite: gradients do not tell."""
+        self._note_bad(output.detach())
+        if output.requires_grad:
+            output.register_hook(self._note_bad)
+
+    def _note_bad(self, values: Tensor) -> None:
+        bad = ~torch.isfinite(values.detach()).all()
+        before = self._output_is_bad
+        self._output_is_bad = bad if before is None else before | bad.to(before.device)
+
+    def find_bad_ranks(self) -> list[int]:
+        """Those that had something not finite in this step; all ranks ask, or none."""
+        own = self._output_is_bad is not None and bool(self._output_is_bad)
+        flags = self.workers.gather([float(own)])
+        return sorted({*self.bad_ranks, *(r for r, (flag,) in enumerate(flags) if flag)})
 
     def drop(self) -> None:
         """Forget what was gathered since the last step."""
+        for exchange in self._under_way:
+            exchange.wait()  # the other ranks do, and would wait for this one
+        self._under_way.clear()
+        self._output_is_bad, self.bad_ranks = None, []
         self._open_sessions.clear()
         self._pending_examples = 0
         self.curvature.pending.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,18 @@ class OwnGenerator:
                 self._generator.set_state(self._to_restore[1])
             self._to_restore = None
         return self._generator
+
+    def of_rank(self, rank: int, size: int, device: torch.device) -> torch.Generator:
+        """This generator, or of several ranks, for each a new one of its own.
+
+        The ranks' generators stay alike meanwhile, so that the state of one is the state of all,
+        however many there are.
+        """
+        if size == 1:
+            return self.on(device)
+        number = torch.randint(2**62, (), generator=self.on(torch.device("cpu"))).item()
+        digest = hashlib.sha256(f"{number} {rank}".encode()).digest()
+        return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
     def state_dict(self) -> dict[str, Any]:
         saved = self._to_restore

@@ -98,7 +98,7 @@ class Likelihood(ABC):
             return 1.0 / (examples * self.terms_per_example(outputs))
         return 1.0 / examples if self.reduction == "batchmean" else 1.0
 
-    def growth(self, part: int, whole: int) -> float:
+    def growth(self, part: float, whole: float) -> float:
         """The loss's curvature on a batch, relative to that on a part of it with like examples."""
         return whole / part if self.reduction == "sum" else 1.0
 

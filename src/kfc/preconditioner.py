@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kfc.budget import Budget, now
+from kfc.budget import Budget, longest, now
 from kfc.buffers import SavedBuffers
 from kfc.capture import Capture
 from kfc.checks import (
@@ -23,6 +23,13 @@ from kfc.checks import (
 )
 from kfc.curvature import Curvature
 from kfc.description import describe_layers
+from kfc.distributed import join_workers
+from kfc.distributed.consistency import require_same
+from kfc.distributed.exchange import statistics_bytes
+from kfc.distributed.inverter import Inverter
+from kfc.distributed.placement import PLACEMENTS, PlacementKind, place, size_of
+from kfc.distributed.sharding import refuse_sharded, refuse_sharding_wrapper
+from kfc.distributed.workers import GroupChoice
 from kfc.fisher import Output
 from kfc.gathering import FISHER_KINDS, FisherKind, Gathering
 from kfc.kronecker import INVERSES, Factors
@@ -32,8 +39,9 @@ from kfc.layers.structures import STRUCTURES
 from kfc.likelihoods import Likelihood, resolve_likelihood
 from kfc.periods import Period, Stretch, is_due, require_period
 from kfc.randomness import accelerators_of, forked_random_state
+from kfc.renewal import INVERSE_WORKERS, InverseWorkerKind, Renewal
 from kfc.session import without_autocast
-from kfc.skipping import SkippedSteps
+from kfc.skipping import SkippedSteps, named_ranks
 
 InverseKind = Literal["factored", "eigen"]
 CurvatureKind = Literal["kfc", "sua", "prong", "diagonal", "ekfac"]
@@ -42,7 +50,10 @@ CurvatureKind = Literal["kfc", "sua", "prong", "diagonal", "ekfac"]
 DEFAULT_STATISTICS_PERIOD = Stretch(10)
 DEFAULT_INVERSE_PERIOD = Stretch(20)
 
-STATE_KEYS = ("steps", "skipped_steps", "generator", "budget", "curvature")
+STATE_KEYS = ("steps", "skipped_steps", "generator", "budget", "curvature", "renewal")
+
+# When the same thing goes wrong so often in a row, on several ranks, it will not go right again.
+MOST_SKIPPED_IN_A_ROW = 10
 
 
 class Preconditioner:
@@ -79,6 +90,22 @@ class Preconditioner:
         output: picks the tensor of outputs from what the model returns, if that is not a tensor.
         seed: of the generator that draws targets; by default torch's initial seed. The global
             generator is left alone.
+        process_group: the ranks that train the model together, each on its part of the batch; by
+            default that of ``DistributedDataParallel``, if the model is wrapped in it, or torch's
+            default group, if there is one. ``None``: this process alone.
+        inverse_placement: of several ranks, which computes inverses: ``"shared"``, each some of
+            them, which it sends to the others; ``"replicated"``, each all of them;
+            ``"gradients"``, each some of them, which it keeps, sending natural gradients instead;
+            ``"auto"``: for each layer whichever costs least.
+        inverse_worker: ``"thread"`` computes inverses beside training, on the CPU, and a later step
+            takes them up; ``None``: in the step.
+        max_staleness: with a worker, how many steps after they were due inverses may still be in
+            the making; then the step waits. By default the inverse period.
+        deterministic: with a worker, take inverses up just ``max_staleness`` steps after they were
+            due, not before. Several ranks do so in any case: they must do it together.
+        consistency_period: of several ranks, check every so many steps that all have the same
+            parameters, factors and inverses, bit for bit. ``None``: only that parameters and
+            gradients are the same in the first step.
     """
 
     def __init__(
@@ -97,6 +124,12 @@ class Preconditioner:
         curvature: CurvatureKind = "kfc",
         output: Output | None = None,
         seed: int | None = None,
+        process_group: GroupChoice = "auto",
+        inverse_placement: PlacementKind = "auto",
+        inverse_worker: InverseWorkerKind | None = None,
+        max_staleness: int | None = None,
+        deterministic: bool = False,
+        consistency_period: int | None = None,
     ) -> None:
         if statistics_period is not None:
             require_period("statistics_period", statistics_period)
@@ -112,10 +145,19 @@ class Preconditioner:
         require_choice("fisher", fisher, FISHER_KINDS)
         require_choice("inverse", inverse, tuple(INVERSES))
         require_choice("curvature", curvature, tuple(STRUCTURES))
+        require_choice("inverse_placement", inverse_placement, PLACEMENTS)
+        require_choice("inverse_worker", inverse_worker, INVERSE_WORKERS)
+        if max_staleness is not None:
+            require_whole("max_staleness", max_staleness, low=0)
+        if consistency_period is not None:
+            require_whole("consistency_period", consistency_period)
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if next(model.parameters(), None) is None:
             raise ValueError("the model has no parameters to train")
+        refuse_sharding_wrapper(model)
+        refuse_sharded(model.named_parameters())
+        model, self.workers = join_workers(model, process_group)
         self.model = model
         self.damping = damping
         self.statistics_period: Period = statistics_period or DEFAULT_STATISTICS_PERIOD
@@ -125,16 +167,29 @@ class Preconditioner:
             self.budget = Budget(overhead, statistics_period, inverse_period)
         self.factor_decay = factor_decay
         self.plan = plan_layers(model, max_factor_size, curvature)
-        self.curvature = Curvature(self.plan, inverse)
+        sizes = {name: size_of(handler, inverse) for name, handler in self.plan.handlers.items()}
+        period = longest(self.inverse_period)
+        placements = place(sizes, self.workers.size, inverse_placement, period)
+        inverter = Inverter(self.plan.handlers, inverse, self.workers, placements)
+        self.curvature = Curvature(self.plan, inverter)
+        self.renewal = Renewal(
+            self.curvature,
+            inverse_worker,
+            period if max_staleness is None else max_staleness,
+            at_fixed_steps=deterministic or self.workers.size > 1,
+        )
         self.gathering = Gathering(
             model,
             self.curvature,
             resolve_likelihood(likelihood),
             fisher,
             output,
-            torch.initial_seed() if seed is None else seed,
+            self.workers.share(torch.initial_seed() if seed is None else seed),
+            self.workers,
         )
+        self.consistency_period = consistency_period
         self.steps = 0
+        self._skipped_in_a_row = 0
         self.skipped_steps = SkippedSteps()
         # Whether the step in progress is bad, if only the device knows; and if so, without warning.
         self.in_doubt: Tensor | None = None
@@ -218,18 +273,28 @@ class Preconditioner:
                 "estimate_factors"
             )
         with self._estimation(), forked_random_state(accelerators_of(self.model)):
-            done, total = 0, _length(batches)
+            done, total, bad = 0, _length(batches), -1
             for done, batch in enumerate(batches, start=1):
                 with torch.enable_grad():
                     self.model(batch[0] if isinstance(batch, (tuple, list)) else batch)
                 if not bool(all_finite(self.curvature.pending_traces())):
-                    raise ValueError(f"batch {done - 1} gave statistics that are not finite")
+                    bad = done - 1
+                    break
                 if progress is not None:
                     progress(done, total)
-            if done == 0:
-                raise ValueError("estimate_factors was given no batches")
+            self._refuse_estimate(done, bad)
             self.gathering.complete()
             self.curvature.replace_by_pending()
+
+    def _refuse_estimate(self, done: int, bad: int) -> None:
+        """Raise, on all ranks alike, if one had a bad batch (-1: none), or all had no batches."""
+        by_rank = self.workers.gather([float(done), float(bad)])
+        for rank, (_, batch) in enumerate(by_rank):
+            if batch >= 0:
+                where = f" of rank {rank}" if self.workers.size > 1 else ""
+                raise ValueError(f"batch {batch:.0f}{where} gave statistics that are not finite")
+        if not any(count for count, _ in by_rank):
+            raise ValueError("estimate_factors was given no batches")
 
     def describe(self) -> str:
         """Print, and return, how every parameter is treated, and why."""
@@ -238,8 +303,9 @@ class Preconditioner:
         return text
 
     def close(self) -> None:
-        """Remove every hook from the model; the factors stay readable."""
+        """Remove every hook from the model, and end the worker; the factors stay readable."""
         self._capture.close()
+        self.renewal.close()
 
     @property
     def diagnostics(self) -> dict[str, Any]:
@@ -260,7 +326,37 @@ class Preconditioner:
             "seconds": {"statistics": self.gathering.seconds, **self.seconds},
             "total_seconds": {"statistics": self.gathering.total_seconds, **self.total_seconds},
             "periods": self._describe_periods(),
+            "staleness": self.steps - self.renewal.made_at if self.renewal.made_at else None,
+            "ranks": self._describe_ranks(),
             "layers": layers,
+        }
+
+    def _describe_ranks(self) -> dict[str, Any] | None:
+        """Who does what, and what is sent; ``None`` for one process alone."""
+        if self.workers.size == 1:
+            return None
+        return {
+            "rank": self.workers.rank,
+            "size": self.workers.size,
+            "placement": {n: p._asdict() for n, p in self.curvature.inverter.placements.items()},
+            "sent": dict(self.workers.traffic),
+            "expected": self.expected_traffic(),
+        }
+
+    def expected_traffic(self) -> dict[str, int]:
+        """Bytes that one gathering of statistics, one renewal of inverses, one step send."""
+        curvature, handlers = self.curvature, self.plan.handlers
+        sizes = {
+            name: size_of(handler, curvature.inverse_kind) for name, handler in handlers.items()
+        }
+        shapes = {name: curvature.moment_shapes(name, afresh=False) for name in handlers}
+        numbers = {n: torch.finfo(h.dtype).bits // 8 for n, h in handlers.items()}
+        placed = curvature.inverter.placements
+        sent = [name for name in handlers if placed[name].owner is not None]
+        return {
+            "statistics": statistics_bytes(shapes, numbers, self.workers.size),
+            "inverses": sum(sizes[n].inverse_bytes for n in sent if not placed[n].kept),
+            "natural gradients": sum(sizes[n].gradient_bytes for n in sent if placed[n].kept),
         }
 
     # What optimizers built on it call: gradients, begin_step, precondition, end_step
@@ -268,6 +364,7 @@ class Preconditioner:
     def gradients(self) -> dict[str, Tensor]:
         """By name; parameters that are frozen or have no gradient are left alone."""
         found: dict[str, Tensor] = {}
+        refuse_sharded(self.model.named_parameters())
         for name, parameter in self.model.named_parameters():
             if parameter.grad is None or not parameter.requires_grad:
                 continue
@@ -312,14 +409,42 @@ class Preconditioner:
             if self.steps == 0:
                 self._refuse_without_statistics(gradients)
             self._note_plain_seconds()
+            self._check_consistency(gradients)
             if not self._check(gradients, overflow, wait):
                 return False
             with self.timed("averages"):
                 self.curvature.take_up(self.factor_decay)
             with self.timed("inverses"):
-                due = renew or self._inverses_are_due()
-                self.curvature.refresh_inverses(damping, only_missing=not due)
+                due = self._inverses_are_due()
+                self.renewal.renew(self.steps + 1, damping, due=due, at_once=renew)
         return True
+
+    def _check_consistency(self, gradients: Mapping[str, Tensor]) -> None:
+        """In the first step, and when asked for: whether all ranks have the same."""
+        period, step = self.consistency_period, self.steps + 1
+        if self.workers.size == 1 or not (self.steps == 0 or (period and is_due(period, step))):
+            return
+        require_same(
+            self.workers,
+            {f"parameter {name!r}": p for name, p in self.model.named_parameters()},
+            f"step {step}",
+            "Ranks that differ train different models: give all the same seed, or wrap the model "
+            "in DistributedDataParallel before the optimizer is made",
+        )
+        require_same(
+            self.workers,
+            {f"the gradient of {name!r}": gradient for name, gradient in gradients.items()},
+            f"step {step}",
+            "Wrap the model in DistributedDataParallel and run the wrapper, or average gradients "
+            "over the ranks before step()",
+        )
+        require_same(
+            self.workers,
+            self.curvature.common_tensors(),
+            f"step {step}",
+            "The ranks compute different things from the same: do they have the same hardware and "
+            'number of threads? inverse_placement="shared" sends results instead',
+        )
 
     def _inverses_are_due(self) -> bool:
         return is_due(self.inverse_period, self.steps + 1)
@@ -358,6 +483,7 @@ class Preconditioner:
         self._quietly = quietly if quietly is not None else self._quietly
 
     def end_step(self) -> None:
+        self._skipped_in_a_row = 0
         if self.in_doubt is not None:
             self.skipped_steps.add_on_device(self.in_doubt, self._quietly)
         if self._measured:
@@ -371,8 +497,19 @@ class Preconditioner:
 
     def skip_step(self, *, quietly: bool = False) -> None:
         """Drop the batch's statistics, and count; what was due stays due."""
+        ranks = []
+        if self.workers.size > 1 and not quietly:
+            ranks = self.gathering.find_bad_ranks()
+            self._skipped_in_a_row += 1
         self._forget_batch()
-        self.skipped_steps.add(self.steps + 1, quietly=quietly)
+        self.skipped_steps.add(self.steps + 1, ranks, quietly=quietly)
+        if self._skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
+            # The other ranks' users see nothing wrong, and would go on for ever.
+            raise FloatingPointError(
+                f"step {self.steps + 1} was skipped {self._skipped_in_a_row} times: "
+                f"{named_ranks(ranks)} gave something that is not finite. The parameters are as "
+                "they were; look at the batch and the loss there"
+            )
 
     def _forget_batch(self) -> None:
         self.gathering.drop()
@@ -410,7 +547,9 @@ class Preconditioner:
             self._measured["statistics"] = self.gathering.spent + self.seconds["averages"]
         if self._inverses_are_due():
             self._measured["inverses"] = self.seconds["inverses"]
-        self.budget.add(self._measured)
+        # All ranks must come to the same periods.
+        means = self.workers.mean(list(self._measured.values()))
+        self.budget.add(dict(zip(self._measured, means, strict=True)))
         self._set_periods()
 
     def _set_periods(self) -> None:
@@ -468,6 +607,7 @@ class Preconditioner:
             "generator": self.gathering.generator.state_dict(),
             "budget": None if self.budget is None else self.budget.state_dict(),
             "curvature": self.curvature.state_dict(),
+            "renewal": self.renewal.state_dict(),
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -479,6 +619,7 @@ class Preconditioner:
             Budget.check_state(state["budget"])
         self.gathering.generator.check_state(state["generator"])
         self.curvature.check_state(state["curvature"])
+        Renewal.check_state(state["renewal"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; the model's own parameters are loaded separately."""
@@ -491,6 +632,7 @@ class Preconditioner:
             self._set_periods()
         self._be_at(state["steps"])
         self.curvature.load_state_dict(state["curvature"])
+        self.renewal.load_state_dict(state["renewal"])
 
 
 def _length(batches: Iterable[Any]) -> int | None:

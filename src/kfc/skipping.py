@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,11 +22,15 @@ class SkippedSteps:
         # (steps, those of them that call for a warning), not read yet
         self._on_device: Tensor | None = None
 
-    def add(self, step: int, *, quietly: bool) -> None:
-        """One that the host knows of; with a warning the first time."""
+    def add(self, step: int, ranks: Sequence[int] = (), *, quietly: bool) -> None:
+        """One that the host knows of; with a warning the first time.
+
+        Args:
+            ranks: of several, those that are known to be the cause.
+        """
         self._known += 1
         if not quietly:
-            self._warn(f"step {step} was")
+            self._warn(f"step {step} was", named_ranks(ranks) if ranks else "the batch")
 
     def add_on_device(self, bad: Tensor, quietly: Tensor | None) -> None:
         """One step, if it was bad; ``bad`` and ``quietly`` are boolean scalars."""
@@ -48,13 +53,20 @@ class SkippedSteps:
     def restore(self, count: int) -> None:
         self._known, self._on_device = count, None
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, what: str, cause: str = "the batch") -> None:
         if self._warned:
             return
         self._warned = True
         warnings.warn(
-            f"{what} skipped: the batch gave gradients, statistics or a Fisher norm that are not "
+            f"{what} skipped: {cause} gave gradients, statistics or a Fisher norm that are not "
             "finite. The parameters are unchanged; further skipped steps are only counted, in "
             "diagnostics['skipped_steps'].",
             stacklevel=2,
         )
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Rank 1, ranks 1 and 2, or one of them, if it is not known which."""
+    if not ranks:
+        return "a rank"
+    return f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"

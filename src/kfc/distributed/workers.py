@@ -34,18 +34,36 @@ class Workers:
     Args:
         group: ``None`` for one process alone.
         device: of the model; where numbers are sent from if the group's backend has no CPU tensors.
+        wrapper: what averages the gradients, if that is known.
 
     Attributes:
         traffic: bytes of all messages so far, by what they were about. A message counts once,
             however many ranks it goes to: how often it is sent is the backend's affair.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device | None = None,
+        wrapper: DistributedDataParallel | None = None,
+    ) -> None:
         self.group = group
+        self.wrapper = wrapper
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.traffic: Counter[str] = Counter()
         self._home = _home_of_numbers(group, device)
+
+    def are_accumulating(self) -> bool:
+        """Whether the coming backward only adds to the gradients, without averaging them yet."""
+        if self.wrapper is None:
+            return False
+        if self.wrapper._join_config.enable:
+            raise RuntimeError(
+                "kfc does not support DistributedDataParallel.join(): a rank without batches has "
+                "no statistics to give; let all ranks have the same number of batches"
+            )
+        return not self.wrapper.require_backward_grad_sync
 
     # Tensors
 
@@ -204,13 +222,14 @@ def join_workers(model: nn.Module, choice: GroupChoice) -> tuple[nn.Module, Work
             torch.distributed is in use; ``None``: this process alone.
     """
     group: dist.ProcessGroup | None = None
+    wrapper: DistributedDataParallel | None = None
     if isinstance(model, DistributedDataParallel):
         if choice is None:
             raise ValueError(
                 "process_group=None, one process alone, but the model is wrapped in "
                 "DistributedDataParallel; pass the module inside it, model.module"
             )
-        group, model = model.process_group, model.module
+        wrapper, group, model = model, model.process_group, model.module
     if isinstance(choice, dist.ProcessGroup):
         group = choice
     elif choice == "auto" and group is None and dist.is_available() and dist.is_initialized():
@@ -221,7 +240,9 @@ def join_workers(model: nn.Module, choice: GroupChoice) -> tuple[nn.Module, Work
         )
     parameter = next(model.parameters(), None)
     device = None if parameter is None else parameter.device
-    return model, Workers(group if group is None or group.size() > 1 else None, device)
+    if group is None or group.size() == 1:
+        return model, Workers(None)
+    return model, Workers(group, device, wrapper)
 
 
 def _home_of_numbers(

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from kfc.checks import require_keys, require_number, require_whole
+from kfc.distributed.placement import PlacementKind
+from kfc.distributed.workers import GroupChoice
 from kfc.fisher import Output
 from kfc.gathering import FisherKind
 from kfc.layers.base import DEFAULT_MAX_FACTOR_SIZE
@@ -22,7 +24,9 @@ from kfc.optimizers.objective import Objective
 from kfc.optimizers.quadratic import QuadraticModel, fisher_products, inner_products
 from kfc.periods import Period, is_due
 from kfc.preconditioner import CurvatureKind, InverseKind, Preconditioner
+from kfc.renewal import InverseWorkerKind
 from kfc.session import without_autocast
+from kfc.skipping import named_ranks
 
 # Where λ begins. (The 150 of the K-FAC paper is for a loss summed over 784 pixels.)
 DEFAULT_MODEL_DAMPING = 0.01
@@ -114,6 +118,12 @@ class KFAC(CurvatureOptimizer):
         curvature: CurvatureKind = "kfc",
         output: Output | None = None,
         seed: int | None = None,
+        process_group: GroupChoice = "auto",
+        inverse_placement: PlacementKind = "auto",
+        inverse_worker: InverseWorkerKind | None = None,
+        max_staleness: int | None = None,
+        deterministic: bool = False,
+        consistency_period: int | None = None,
     ) -> None:
         defaults = {"weight_decay": weight_decay} | ({} if lr is None else {"lr": lr})
         require_hyper_parameters(defaults)
@@ -144,6 +154,12 @@ class KFAC(CurvatureOptimizer):
             curvature=curvature,
             output=output,
             seed=seed,
+            process_group=process_group,
+            inverse_placement=inverse_placement,
+            inverse_worker=inverse_worker,
+            max_staleness=max_staleness,
+            deterministic=deterministic,
+            consistency_period=consistency_period,
         )
         super().__init__(preconditioner, defaults, groups, averaging_timescale)
         self.lr = lr
@@ -177,16 +193,17 @@ class KFAC(CurvatureOptimizer):
         """
         if self._averaging:
             raise RuntimeError("step() inside averaged_parameters() would move the averages")
-        objective = Objective(self.model, closure)
+        objective = Objective(self.model, closure, self.preconditioner.workers)
         gathering = self.preconditioner.gathering
         entry = self._snapshot()
         gathering.drop()
         gathering.keeps_calls = True
         try:
-            loss = objective.differentiate()
-            if loss is None:
-                loss = self._differentiate_from_before(objective)
-            self._update(objective, loss.item())
+            found = objective.differentiate()
+            if found is None:
+                found = self._differentiate_from_before(objective)
+            loss, mean_over_ranks = found
+            self._update(objective, mean_over_ranks)
         except BaseException:
             self._restore(entry)
             objective.rewind()
@@ -196,7 +213,7 @@ class KFAC(CurvatureOptimizer):
             gathering.drop()
         return loss
 
-    def _differentiate_from_before(self, objective: Objective) -> Tensor:
+    def _differentiate_from_before(self, objective: Objective) -> tuple[Tensor, float]:
         """The last update led astray: try the batch where that began, with more damping."""
         moved = [p for p in self._parameters() if PREVIOUS in self.state[p]]
         if not moved or not self._raise_damping():
@@ -206,10 +223,10 @@ class KFAC(CurvatureOptimizer):
             del self.state[parameter][PREVIOUS]
         self.preconditioner.gathering.drop()
         objective.rewind()
-        loss = objective.differentiate()
-        if loss is None:
+        found = objective.differentiate()
+        if found is None:
             raise self._failure("before the update")
-        return loss
+        return found
 
     def _raise_damping(self) -> bool:
         """Much more λ, if that is possible and has a say; whether it was."""
@@ -223,9 +240,13 @@ class KFAC(CurvatureOptimizer):
         hope = (
             "more damping did not help" if adapts else "lr, momentum or model_damping are too bold"
         )
+        where = ""
+        if self.preconditioner.workers.size > 1:
+            where = f" on {named_ranks(self.preconditioner.gathering.find_bad_ranks())}"
+        step = self.preconditioner.steps + 1
         return FloatingPointError(
-            f"step {self.preconditioner.steps + 1}: the loss, or its gradient, is not finite {when}"
-            f", and {hope}. The parameters are as they were; look at the batch and the loss"
+            f"step {step}: the loss, or its gradient, is not finite{where} "
+            f"{when}, and {hope}. The parameters are as they were; look at the batch and the loss"
         )
 
     def _update(self, objective: Objective, loss: float) -> None:

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_map
 
 from kfc.capture import ModelCall
 from kfc.checks import moved, require_keys, require_number
+from kfc.distributed.placement import PlacementKind
+from kfc.distributed.workers import GroupChoice
 from kfc.fisher import ForwardModeError, Output, products_of_call
 from kfc.gathering import FisherKind
 from kfc.layers import mixes_examples
@@ -24,6 +26,7 @@ from kfc.optimizers.clipping import FisherClip
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.periods import Period, require_period
 from kfc.preconditioner import CurvatureKind, InverseKind, Preconditioner
+from kfc.renewal import InverseWorkerKind
 
 
 class KFC(CurvatureOptimizer):
@@ -69,6 +72,14 @@ class KFC(CurvatureOptimizer):
             ``"prong"``, ``"diagonal"``, ``"ekfac"``.
         output: picks the tensor of outputs from what the model returns.
         seed: of the generator that draws targets.
+        process_group: the ranks that train together; by default those of DistributedDataParallel,
+            or torch's default group.
+        inverse_placement: which of them computes inverses: ``"auto"``, ``"shared"``,
+            ``"replicated"``, ``"gradients"``.
+        inverse_worker: ``"thread"`` for inverses beside training.
+        max_staleness: how many steps these may be late.
+        deterministic: have them just so late.
+        consistency_period: check every so many steps that all ranks have the same.
     """
 
     def __init__(
@@ -96,6 +107,12 @@ class KFC(CurvatureOptimizer):
         curvature: CurvatureKind = "kfc",
         output: Output | None = None,
         seed: int | None = None,
+        process_group: GroupChoice = "auto",
+        inverse_placement: PlacementKind = "auto",
+        inverse_worker: InverseWorkerKind | None = None,
+        max_staleness: int | None = None,
+        deterministic: bool = False,
+        consistency_period: int | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -125,6 +142,12 @@ class KFC(CurvatureOptimizer):
             curvature=curvature,
             output=output,
             seed=seed,
+            process_group=process_group,
+            inverse_placement=inverse_placement,
+            inverse_worker=inverse_worker,
+            max_staleness=max_staleness,
+            deterministic=deterministic,
+            consistency_period=consistency_period,
         )
         super().__init__(preconditioner, defaults, groups, averaging_timescale, fallback_lr)
         self.clip_fraction = clip_fraction
@@ -280,6 +303,7 @@ class KFC(CurvatureOptimizer):
                 "is no batch, set clip_fraction=1, or fisher_clip=None"
             ) from error
         norm = norm * gathering.likelihood.growth(count, examples)
+        norm = gathering.mean_over_ranks(norm, examples)
         for group, _, names in self._by_group(update):
             if group["weight_decay"]:
                 squares = [update[name].square().sum() for name in names]

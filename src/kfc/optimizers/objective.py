@@ -12,17 +12,20 @@ from torch import Tensor, nn
 from kfc.buffers import SavedBuffers
 from kfc.capture import suspended
 from kfc.checks import all_finite, largest_entries
+from kfc.distributed import Workers
 from kfc.randomness import accelerators_of, get_random_state, set_random_state
 
 
 class Objective:
     """The loss on one batch, with one draw of whatever is random in it.
 
+    Of several ranks, the mean of their losses, as DistributedDataParallel has it.
+
     Args:
         closure: runs the model on the batch and returns the loss, without its backward.
     """
 
-    def __init__(self, model: nn.Module, closure: Callable[[], Tensor]) -> None:
+    def __init__(self, model: nn.Module, closure: Callable[[], Tensor], workers: Workers) -> None:
         if not callable(closure):
             raise TypeError(
                 "step() needs a closure that runs the model and returns the loss: "
@@ -30,23 +33,26 @@ class Objective:
             )
         self._model = model
         self._closure = closure
+        self._workers = workers
         self._accelerators = accelerators_of(model)
         self._random_state = get_random_state(self._accelerators)
         self._buffers = SavedBuffers(model)
 
-    def differentiate(self) -> Tensor | None:
-        """The loss, after its backward; ``None`` if it or a gradient is not finite."""
+    def differentiate(self) -> tuple[Tensor, float] | None:
+        """The loss, and its mean over ranks, after its backward; ``None`` if not all is finite."""
         self._model.zero_grad(set_to_none=True)
         torch.clear_autocast_cache()  # of casts of parameters that have moved
         with torch.enable_grad():
             loss = self._closure()
             self._check(loss)
-            if not math.isfinite(loss.item()):
+            # All ranks go backward, or none: they average gradients on the way.
+            (mean,) = self._workers.mean([loss.item()])
+            if not math.isfinite(mean):
                 return None
             loss.backward()
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         dense = [g for g in gradients if g.layout == torch.strided]
-        return loss.detach() if bool(all_finite(largest_entries(dense))) else None
+        return (loss.detach(), mean) if bool(all_finite(largest_entries(dense))) else None
 
     def _check(self, loss: object) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -67,7 +73,7 @@ class Objective:
         """The loss at the parameters as they are now; nothing else changes."""
         torch.clear_autocast_cache()
         with torch.no_grad(), suspended(), self._as_at_first():
-            return float(self._closure())
+            return self._workers.mean([float(self._closure())])[0]
 
     @contextmanager
     def _as_at_first(self) -> Iterator[None]:

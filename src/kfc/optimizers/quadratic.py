@@ -105,7 +105,7 @@ def fisher_products(gathering: Gathering, vectors: Sequence[Mapping[str, Tensor]
         )
         share = gathering.likelihood.growth(count, examples) * count / examples
         total += share * products.cpu().double()
-    return 0.5 * (total + total.mT)
+    return gathering.mean_over_ranks(0.5 * (total + total.mT), examples)
 
 
 def inner_products(vectors: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,177 @@
+"""When inverses are renewed: at once, or beside training (appendix A.3), by a thread.
+
+The thread works on copies of the factors, on the CPU whatever the model is on; what it has made is
+taken up at a later step. No step goes by with inverses that were due more than ``max_staleness``
+steps before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from kfc.checks import require_keys, require_whole
+from kfc.curvature import Block, Curvature
+from kfc.layers.base import Inverse
+
+InverseWorkerKind = Literal["thread"]
+INVERSE_WORKERS = (None, "thread")
+
+
+@dataclass
+class Job:
+    """Inverses in the making.
+
+    Attributes:
+        begun: the step at which they were due.
+        blocks: what they are made of.
+        share: those that this rank makes.
+    """
+
+    begun: int
+    blocks: dict[str, Block]
+    share: Future[dict[str, Inverse]]
+
+
+class Renewal:
+    """Renews the inverses of a curvature when they are due.
+
+    Args:
+        worker: "thread" for inverses beside training; ``None``: in the step.
+        max_staleness: how many steps after they were due inverses may still be in the making; then
+            the step waits for them.
+        at_fixed_steps: whether inverses are taken up just then and not before, so that it makes no
+            difference how fast the thread is.
+
+    Attributes:
+        made_at: at which step the inverses in use were due; 0 if there are none yet.
+    """
+
+    def __init__(
+        self,
+        curvature: Curvature,
+        worker: InverseWorkerKind | None,
+        max_staleness: int,
+        *,
+        at_fixed_steps: bool,
+    ) -> None:
+        self.curvature = curvature
+        self.max_staleness = max_staleness
+        self.at_fixed_steps = at_fixed_steps
+        self.made_at = 0
+        self._job: Job | None = None
+        self._thread = None
+        if worker == "thread":
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="kfc-inverses")
+
+    def renew(
+        self, step: int, damping: Callable[[str], float], *, due: bool, at_once: bool = False
+    ) -> None:
+        """What a step does about inverses; layers without any get theirs at once.
+
+        Args:
+            damping: δ of a layer, by its name.
+            at_once: whether all are wanted new in this step.
+
+        Raises:
+            Exception: whatever went wrong in the thread.
+        """
+        if at_once or (due and (self._thread is None or not self.made_at)):
+            self._drop()
+            self.curvature.refresh_inverses(damping, only_missing=False)
+            self.made_at = step
+            return
+        self.curvature.refresh_inverses(damping, only_missing=True)
+        if due and self._job is None:
+            self._begin(step, self.curvature.blocks_to_invert(damping))
+        if self._job is not None and self._is_to_be_taken(self._job, step):
+            self._take()
+
+    def _begin(self, step: int, blocks: Mapping[str, Block]) -> None:
+        copies = {name: _copied(block) for name, block in blocks.items()}
+        assert self._thread is not None
+        self._job = Job(step, copies, self._thread.submit(_invert, self.curvature, copies))
+
+    def _is_to_be_taken(self, job: Job, step: int) -> bool:
+        if step >= job.begun + self.max_staleness:
+            return True
+        return job.share.done() and not self.at_fixed_steps
+
+    def _take(self) -> None:
+        job, self._job = self._job, None
+        assert job is not None
+        self.curvature.take_inverses(job.blocks, job.share.result())
+        self.made_at = job.begun
+
+    def _drop(self) -> None:
+        """Forget what is in the making; it is waited for, since the thread goes on with it."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.share.result()
+
+    def close(self) -> None:
+        """End the thread, when it has done what it is at."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Waits for what is in the making. All ranks have the same: of what, not what becomes."""
+        job = self._job
+        if job is None:
+            return {"made_at": self.made_at, "begun": None, "blocks": {}}
+        job.share.result()
+        blocks = {
+            name: {
+                "running": [tensor.clone() for tensor in block.running],
+                "damping": block.damping,
+                "roles": list(block.roles),
+            }
+            for name, block in job.blocks.items()
+        }
+        return {"made_at": self.made_at, "begun": job.begun, "blocks": blocks}
+
+    @staticmethod
+    def check_state(state: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` if it is not what ``state_dict`` gives."""
+        require_keys("renewal state", state, ("made_at", "begun", "blocks"))
+        require_whole("the renewal state's made_at", state["made_at"], low=0)
+        if state["begun"] is not None:
+            require_whole("the renewal state's begun", state["begun"])
+        for name, block in state["blocks"].items():
+            require_keys(f"renewal state of layer {name!r}", block, Block._fields)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin again what was in the making; without a thread, the next time they are due."""
+        self._drop()
+        self.made_at = state["made_at"]
+        if state["begun"] is None or self._thread is None:
+            return
+        handlers = self.curvature.handlers
+        blocks = {
+            name: Block(
+                tuple(tensor.to(handlers[name].dtype) for tensor in block["running"]),
+                block["damping"],
+                tuple(block["roles"]),
+            )
+            for name, block in state["blocks"].items()
+            # Of a layer frozen or thawed since, the statistics have no use.
+            if name in handlers and tuple(block["roles"]) == tuple(handlers[name].trained())
+        }
+        self._begin(state["begun"], blocks)
+
+
+def _copied(block: Block) -> Block:
+    """On the CPU; the averages themselves go on changing."""
+    running = tuple(tensor.detach().to("cpu", copy=True) for tensor in block.running)
+    return block._replace(running=running)
+
+
+@torch.no_grad()
+def _invert(curvature: Curvature, blocks: Mapping[str, Block]) -> dict[str, Inverse]:
+    return curvature.invert(blocks)
