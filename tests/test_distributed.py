@@ -1,5 +1,6 @@
 """Several processes, each with its part of the batch, against one with all of it (float64)."""
 
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -63,67 +64,204 @@ KFC_OPTIONS = {
 }
 
 
-def trained_by_kfc(model, run, options, part, weight, whole_loss=F.cross_entropy):
-    """All that is left of ten steps of KFC.
+def pieces(rank: int, size: int, *, uneven: bool = False) -> tuple[slice, float]:
+    """A rank's part of a batch, and what its loss is to be multiplied by.
 
-    Args:
-        run: what is called in place of the model.
-        part: of each batch, this rank's.
-        weight: of its loss.
+    The mean over ranks is then the loss on the whole batch.
     """
-    optimizer = kfc.KFC(model, **{**KFC_OPTIONS, **options})
+    where = split(12, size, uneven=uneven)[rank]
+    return where, size * (where.stop - where.start) / 12
+
+
+WHOLE = slice(None), 1.0
+
+
+def remains(optimizer, **more):
+    """All that is left of a training."""
+    model = optimizer.model
+    result = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, factors in optimizer.factors.items():
+        result |= {f"{name} {key}": value for key, value in factors._asdict().items()}
+    result |= {f"block {name}": block for name, block in optimizer.blocks.items()}
+    optimizer.close()
+    return {**result, **{n: torch.tensor(v, dtype=torch.float64) for n, v in more.items()}}
+
+
+def trained_by_kfc(given, run, part, options, steps=STEPS):
+    """
+    Args:
+        given: to the optimizer.
+        run: in its place.
+    """
+    (where, weight) = part
+    optimizer = kfc.KFC(given, **{**KFC_OPTIONS, **options})
     norms = []
-    for images, labels in batches():
+    for images, labels in batches(steps):
         optimizer.zero_grad()
-        (weight * whole_loss(run(images[part]), labels[part])).backward()
+        (weight * F.cross_entropy(run(images[where]), labels[where])).backward()
         optimizer.step()
         norms.append(optimizer.step_diagnostics["fisher_norm"])
-    return remains(optimizer, norms)
-
-
-def remains(optimizer, norms):
-    inner = optimizer.model
-    result = {name: p.detach().clone() for name, p in inner.named_parameters()}
     with optimizer.averaged_parameters():
-        result |= {f"averaged {n}": p.detach().clone() for n, p in inner.named_parameters()}
-    for name, factors in optimizer.factors.items():
-        result |= {
-            f"{name} activation": factors.activation,
-            f"{name} derivative": factors.derivative,
-        }
-    result["norms"] = torch.tensor(norms, dtype=torch.float64)
-    optimizer.close()
-    return result
+        averages = {f"averaged {n}": p.tolist() for n, p in optimizer.model.named_parameters()}
+    return remains(optimizer, norms=norms, **averages)
 
 
-def distributed_kfc(rank, size, options, uneven=False, wrapped=True):
+def trained_by_kfac(given, run, part, options):
+    (where, weight) = part
+    optimizer = kfc.KFAC(given, **{"fisher": "exact", "initial_model_damping": 1.0, **options})
+    chosen = []
+    for images, labels in batches():
+        optimizer.step(lambda x=images, y=labels: weight * F.cross_entropy(run(x[where]), y[where]))
+        last = optimizer.step_diagnostics
+        chosen.append([last["lr"], last["momentum"], last["model_damping"], last["factor_damping"]])
+    return remains(optimizer, chosen=chosen)
+
+
+def trained_by_sgd(given, run, part, options):
+    (where, weight) = part
+    preconditioner = kfc.Preconditioner(given, **{"fisher": "exact", "damping": 0.1, **options})
+    optimizer = torch.optim.SGD(run.parameters(), lr=0.05)
+    for images, labels in batches():
+        optimizer.zero_grad()
+        (weight * F.cross_entropy(run(images[where]), labels[where])).backward()
+        assert preconditioner.step()
+        optimizer.step()
+    return remains(preconditioner)
+
+
+def trained_in_micro_batches(given, run, part, options):
+    """Each rank's part in two passes, of which the first only adds up gradients."""
+    (where, weight) = part
+    optimizer = kfc.KFC(given, **{**KFC_OPTIONS, "fisher_clip": None, **options})
+    for images, labels in batches():
+        optimizer.zero_grad()
+        images, labels = images[where], labels[where]
+        waits = run.no_sync() if isinstance(run, DistributedDataParallel) else nullcontext()
+        with waits:
+            (weight / 2 * F.cross_entropy(run(images[::2]), labels[::2])).backward()
+        (weight / 2 * F.cross_entropy(run(images[1::2]), labels[1::2])).backward()
+        optimizer.step()
+    return remains(optimizer)
+
+
+class HalvedSum(kfc.Categorical):
+    """The loss that is the mean over two ranks of their sums."""
+
+    def __init__(self):
+        super().__init__(reduction="sum")
+
+    def term_weight(self, outputs, examples=None):
+        return 0.5
+
+
+def trained_on_sums(given, run, part, options):
+    (where, _) = part
+    two_ranks = isinstance(run, DistributedDataParallel)
+    likelihood = kfc.Categorical(reduction="sum") if two_ranks else HalvedSum()
+    optimizer = kfc.KFC(given, **{**KFC_OPTIONS, "likelihood": likelihood, **options})
+    for images, labels in batches():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(run(images[where]), labels[where], reduction="sum")
+        (loss if two_ranks else loss / 2).backward()
+        optimizer.step()
+    return remains(optimizer)
+
+
+def trained_after_estimate(given, run, part, options):
+    """Factors first from a data set that is split as well.
+
+    They have full rank then, which EKFAC needs to have but one basis to measure in.
+    """
+    (where, weight) = part
+    optimizer = kfc.KFC(given, **{**KFC_OPTIONS, **options})
+    optimizer.estimate_factors([images[where] for images, _ in batches(3)])
+    estimated = {f"estimated {n}": f.activation.tolist() for n, f in optimizer.factors.items()}
+    for images, labels in batches():
+        optimizer.zero_grad()
+        (weight * F.cross_entropy(run(images[where]), labels[where])).backward()
+        optimizer.step()
+    return remains(optimizer, **estimated)
+
+
+# Everything that two ranks must do as one process does: by name, how, and with which options.
+SCENARIOS = {
+    "shared": (trained_by_kfc, {"inverse_placement": "shared"}),
+    "replicated": (trained_by_kfc, {"inverse_placement": "replicated"}),
+    "gradients": (trained_by_kfc, {"inverse_placement": "gradients"}),
+    "auto": (trained_by_kfc, {"inverse_placement": "auto"}),
+    "shared eigen": (trained_by_kfc, {"inverse_placement": "shared", "inverse": "eigen"}),
+    "gradients eigen": (trained_by_kfc, {"inverse_placement": "gradients", "inverse": "eigen"}),
+    **{
+        f"{placement} {curvature}": (
+            trained_by_kfc,
+            {"inverse_placement": placement, "curvature": curvature},
+        )
+        for curvature in ("sua", "prong", "diagonal")
+        for placement in ("shared", "gradients")
+    },
+    "wide factors": (trained_by_kfc, {"inverse_placement": "shared", "max_factor_size": 10}),
+    "empirical": (trained_by_kfc, {"fisher": "empirical", "inverse_placement": "shared"}),
+    "kfac": (trained_by_kfac, {"inverse_placement": "shared", "gamma_period": 3}),
+    "kfac gradients": (trained_by_kfac, {"inverse_placement": "gradients", "gamma_period": 3}),
+    "kfac eigen": (
+        trained_by_kfac,
+        {"inverse_placement": "gradients", "inverse": "eigen", "gamma_period": 3},
+    ),
+    "preconditioner": (trained_by_sgd, {"inverse_placement": "gradients"}),
+    "micro-batches": (trained_in_micro_batches, {}),
+    "sums": (trained_on_sums, {}),
+    "estimate": (trained_after_estimate, {"inverse_placement": "shared"}),
+    **{
+        f"ekfac {placement}": (
+            trained_after_estimate,
+            {"inverse_placement": placement, "curvature": "ekfac"},
+        )
+        for placement in ("shared", "gradients")
+    },
+}
+
+
+def all_scenarios(rank, size):
+    results = {}
+    for name, (train, options) in SCENARIOS.items():
+        model = network()
+        wrapper = DistributedDataParallel(model)
+        results[name] = train(wrapper, wrapper, pieces(rank, size), options)
+    return results
+
+
+@pytest.fixture(scope="module")
+def by_two_ranks():
+    return run_ranks(all_scenarios, 2, 2, timeout=120)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_two_ranks_do_what_one_process_does(by_two_ranks, name):
+    train, options = SCENARIOS[name]
     model = network()
-    ddp = DistributedDataParallel(model)
-    where = split(12, size, uneven=uneven)[rank]
-    weight = size * (where.stop - where.start) / 12
-    return trained_by_kfc(ddp if wrapped else model, ddp, options, where, weight)
+    expected = train(model, model, WHOLE, options)
+    first, second = (results[name] for results in by_two_ranks)
+    assert_same(first, expected)
+    assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def alone_kfc(options):
+def uneven_kfc(rank, size, wrapped):
     model = network()
-    return trained_by_kfc(model, model, options, slice(None), 1.0)
+    wrapper = DistributedDataParallel(model)
+    part = pieces(rank, size, uneven=True)
+    return trained_by_kfc(wrapper if wrapped else model, wrapper, part, {})
 
 
-def assert_same(found, expected, tolerance=1e-10):
+@pytest.mark.parametrize(("size", "wrapped"), [(3, False), (4, True)])
+def test_more_ranks_with_uneven_parts_do_what_one_process_does(size, wrapped):
+    model = network()
+    expected = trained_by_kfc(model, model, WHOLE, {})
+    assert (expected["norms"] > KFC_OPTIONS["fisher_clip"]).any()  # so it did clip
+    for result in run_ranks(uneven_kfc, size, size, wrapped):
+        assert_same(result, expected)
+
+
+def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert_close(
-            found[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
-@pytest.mark.parametrize(
-    ("size", "uneven", "wrapped"), [(2, False, True), (3, True, False), (4, True, True)]
-)
-def test_ranks_equal_one_process_with_the_whole_batch(size, uneven, wrapped):
-    expected = alone_kfc({})
-    found = run_ranks(distributed_kfc, size, size, {}, uneven, wrapped)
-    assert (expected["norms"][1:] > KFC_OPTIONS["fisher_clip"]).any()  # so it did clip
-    for result in found:
-        assert_same(result, expected)
-        assert all(torch.equal(result[name], found[0][name]) for name in result)
+        assert_close(found[name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
