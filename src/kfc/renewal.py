@@ -64,9 +64,9 @@ class Renewal:
         self.at_fixed_steps = at_fixed_steps
         self.made_at = 0
         self._job: Job | None = None
-        self._thread = None
+        self._thread: ThreadPoolExecutor | None = None
         if worker == "thread":
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="kfc-inverses")
+            self._thread = _one_core_thread()
 
     def renew(
         self, step: int, damping: Callable[[str], float], *, due: bool, at_once: bool = False
@@ -164,6 +164,21 @@ class Renewal:
             if name in handlers and tuple(block["roles"]) == tuple(handlers[name].trained())
         }
         self._begin(state["begun"], blocks)
+
+
+def _one_core_thread() -> ThreadPoolExecutor:
+    """A thread that leaves the other cores to training."""
+    thread = ThreadPoolExecutor(1, "kfc-inverses")
+    before = torch.get_num_threads()
+    thread.submit(_keep_to_one_core).result()
+    # The number is the thread's own, but also what threads to come would begin with.
+    torch.set_num_threads(before)
+    return thread
+
+
+def _keep_to_one_core() -> None:
+    torch.set_num_threads(1)
+    torch.get_num_threads()  # by asking, the thread comes to have a number of its own
 
 
 def _copied(block: Block) -> Block:
