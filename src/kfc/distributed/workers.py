@@ -6,6 +6,7 @@ One process alone is a case of it: there, every method returns its argument and 
 from __future__ import annotations
 
 import io
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from kfc.distributed.watch import start_watch
 
 # Large enough for few calls, small enough that the first is on its way while the next is packed.
 BUCKET_BYTES = 25 * 2**20
@@ -39,6 +42,7 @@ class Workers:
     Attributes:
         traffic: bytes of all messages so far, by what they were about. A message counts once,
             however many ranks it goes to: how often it is sent is the backend's affair.
+        watch: which rank is the cause of a fault; ``None`` for one process, or if none can tell.
     """
 
     def __init__(
@@ -53,6 +57,10 @@ class Workers:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.traffic: Counter[str] = Counter()
         self._home = _home_of_numbers(group, device)
+        self.watch = None if group is None or self.size == 1 else start_watch(group)
+        if self.watch is not None:
+            # At the end of the process the watch knows more about the reason.
+            weakref.finalize(self, self.watch.retire).atexit = False
 
     def are_accumulating(self) -> bool:
         """Whether the coming backward only adds to the gradients, without averaging them yet."""
@@ -157,7 +165,18 @@ class Workers:
         try:
             yield
         except RuntimeError as error:
-            raise WorkerError(f"rank {self.rank} of {self.size}: {error}") from error
+            cause = "" if self.watch is None else f"{self.watch.explain()}\n"
+            raise WorkerError(f"rank {self.rank} of {self.size}: {cause}{error}") from error
+
+    def at(self, step: int) -> None:
+        """Note the step that this rank is in, for ranks that wonder where it is."""
+        if self.watch is not None:
+            self.watch.at(step)
+
+    def close(self) -> None:
+        """Tell the other ranks that this one takes no further part."""
+        if self.watch is not None:
+            self.watch.close()
 
 
 class Messages:

@@ -1,0 +1,474 @@
+"""Which rank is the cause when a collective fails.
+
+A collective that fails knows that a connection was closed or that the time was over, not what
+became of the other side. So every rank puts a sign of life, with its step, on a board that all can
+read, the store of the process group; and before it ends it says there why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from multiprocessing.util import Finalize
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+BEAT_SECONDS = 1.0
+# A new step is told before the next beat, but not more often than this: steps may be short.
+NEWS_SECONDS = 0.02
+# Three beats: who is not heard of meanwhile is silent.
+LISTEN_SECONDS = 3.0
+READ_SECONDS = 0.2
+# For a store that takes long to answer.
+PATIENCE_SECONDS = 1.0
+CONNECT_SECONDS = 10.0
+NAMED_AT_MOST = 4
+
+End = Literal["", "left", "failed"]
+
+# What gloo, NCCL and torch say when a peer is gone; gloo names a file of its source.
+WORDS_OF_COLLECTIVES = ("gloo", "nccl", "closed by peer", "reset by peer", "timed out", "timeout")
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a rank has last said of itself.
+
+    Attributes:
+        beat: grows as long as it lives.
+        step: it was in; ``None`` before the first.
+        clock: its wall clock then, in seconds.
+        suffers: from the fault of another, as the rank that asks does.
+        end: how it ended, if it has.
+        reason: why, in its own words.
+    """
+
+    beat: int = 0
+    step: int | None = None
+    clock: float = 0.0
+    suffers: bool = False
+    end: End = ""
+    reason: str = ""
+
+    @property
+    def is_confession(self) -> bool:
+        """Whether the rank has ended on its own account."""
+        return self.end != "" and not self.suffers
+
+
+def start_watch(group: dist.ProcessGroup) -> Watch | None:
+    """A watch of the group; ``None`` if its store is not of the kind that ranks can meet at."""
+    try:
+        return Watch(group)
+    except (AttributeError, OSError, RuntimeError, ValueError):
+        return None
+
+
+class Watch:
+    """Shows the other ranks of a group that this one lives, and finds out which of them does not.
+
+    Nothing here raises or waits for long: a thread, common to all watches, talks to the store.
+
+    Args:
+        group: all its ranks make as many watches of it, in the same order.
+
+    Raises:
+        ValueError: if the group's store has no server.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.suffers = False  # from the fault of another rank
+        self._names = _names_of_ranks(group)
+        self._board = _Board(group)
+        self._group_name = group.group_name
+        self._end: End = ""
+        self._reason = ""
+        self._sign = Sign()
+        self._next_news = 0.0
+        self._listening = False
+        self._heard: _Heard | None = None
+        self._talked = threading.Condition()
+        self._heart = _heart_of_this_process()
+        self._heart.add(self)
+
+    def at(self, step: int) -> None:
+        """Note the step that this rank is in, as early in it as possible."""
+        _steps[self._group_name] = step
+        if time.monotonic() >= self._next_news:
+            self._heart.wake.set()
+
+    def leave(self, reason: str = "", end: End = "left") -> None:
+        """Tell the others that this rank takes no further part."""
+        if self.is_over or not self._heart.is_of_this_process:
+            return
+        self.retire(reason, end)
+        self._heart.wake.set()
+        latest = time.monotonic() + PATIENCE_SECONDS
+        with self._talked:
+            while not self.is_over and (left := latest - time.monotonic()) > 0:
+                self._talked.wait(left)
+
+    def retire(self, reason: str = "", end: End = "left") -> None:
+        """The same with the next beat.
+
+        It takes no lock, and so may happen in the midst of anything, as garbage collection does.
+        """
+        self._reason = reason
+        self._end = end
+
+    def close(self) -> None:
+        """End this rank's part normally."""
+        self.leave()
+
+    def explain(self) -> str:
+        """Why a collective has just failed on this rank: what became of the others.
+
+        Takes as long as it takes to be sure that a rank is silent, :data:`LISTEN_SECONDS`.
+        """
+        try:
+            return self._explain()
+        except Exception as error:  # there is an error already, which is to be seen
+            return f"the other ranks could not be asked: {error}"
+
+    @property
+    def _step(self) -> int | None:
+        return _steps.get(self._group_name)
+
+    # What the thread does
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to be said."""
+        return self._sign.end != "" or (self._board.is_gone and self._end != "")
+
+    @property
+    def is_listening(self) -> bool:
+        return self._listening
+
+    def talk(self) -> None:
+        """Show that this rank lives, and read what the others say if that is asked for."""
+        if not self._board.is_gone:
+            try:
+                self._show_sign()
+                self._read_signs()
+            except Exception:  # whoever holds the store has ended, perhaps as all ranks do
+                self._board.is_gone = True
+        with self._talked:
+            self._talked.notify_all()
+
+    def _show_sign(self) -> None:
+        beat, now = self._sign.beat + 1, time.time()
+        sign = Sign(beat, self._step, now, self.suffers, self._end, self._reason)
+        self._board.write(self.rank, sign)
+        self._next_news = time.monotonic() + NEWS_SECONDS
+        self._sign = sign
+
+    def _read_signs(self) -> None:
+        if self._listening:
+            signs = [self._board.read(rank) for rank in range(self.size)]
+            self._heard = _Heard(time.monotonic(), signs)
+
+    # What the rank does that asks
+
+    def _explain(self) -> str:
+        if not self._heart.is_of_this_process or self.is_over:
+            return "this rank had left the others"
+        self.suffers = True
+        first, last = self._listen()
+        if first is None or last is None or not last.is_worth_hearing(self._board.is_gone):
+            return _about_store(self._board.is_gone)
+        return self._verdict(first, last)
+
+    def _listen(self) -> tuple[_Heard | None, _Heard | None]:
+        """What was heard first and last, within some seconds or until a rank says why."""
+        first = self._heard = None
+        self._listening = True
+        self._heart.wake.set()
+        latest = time.monotonic() + LISTEN_SECONDS
+        while (left := latest - time.monotonic()) > 0 and not self._board.is_gone:
+            with self._talked:
+                self._talked.wait(min(left, READ_SECONDS))
+            first = first or self._heard
+            if self._heard is not None and self._heard.has_confession:
+                # Others may be about to say the same.
+                latest = min(latest, time.monotonic() + 2 * READ_SECONDS)
+        self._listening = False
+        return first, self._heard
+
+    def _verdict(self, first: _Heard, last: _Heard) -> str:
+        """About the most suspicious ranks."""
+        sentences: dict[int, list[str]] = {}
+        for rank, (before, after) in enumerate(zip(first.signs, last.signs, strict=True)):
+            if rank != self.rank:
+                innocence, sentence = _judge(before, after, last.time - first.time, self._step)
+                sentences.setdefault(innocence, []).append(f"{self._names[rank]} {sentence}")
+        suspects = sentences[min(sentences)]
+        named = suspects[:NAMED_AT_MOST]
+        if len(suspects) > len(named):
+            named.append(f"and so on: {len(suspects)} ranks in all")
+        return "; ".join(named)
+
+
+# By group: one who trains and one who reports the training are in the same step.
+_steps: dict[str, int] = {}
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """What was on the board at a time of this process's clock, of each rank."""
+
+    time: float
+    signs: Sequence[Sign | None]
+
+    @property
+    def has_confession(self) -> bool:
+        return any(sign is not None and sign.is_confession for sign in self.signs)
+
+    def is_worth_hearing(self, store_is_gone: bool) -> bool:
+        """Not if the store has ceased to answer since: then all ranks seem to be silent."""
+        is_late = store_is_gone or time.monotonic() - self.time > PATIENCE_SECONDS
+        return self.has_confession or not is_late
+
+
+# The thread
+
+
+class _Heart(threading.Thread):
+    """Lets all watches of this process talk, about once a second."""
+
+    def __init__(self) -> None:
+        super().__init__(name="kfc-watch", daemon=True)
+        self.watches: list[Watch] = []
+        self.wake = threading.Event()
+        self._process = os.getpid()
+        # Not only `atexit`: processes of multiprocessing end without that. It is kept by its maker.
+        Finalize(None, _end_watches, exitpriority=100)
+        self.start()
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Not so in a process that was forked: there the thread is not."""
+        return self._process == os.getpid()
+
+    def add(self, watch: Watch) -> None:
+        self.watches.append(watch)
+        self.wake.set()
+
+    def run(self) -> None:
+        while True:
+            self.wake.wait(self._seconds_to_rest())
+            self.wake.clear()
+            for watch in tuple(self.watches):
+                watch.talk()
+                if watch.is_over:
+                    self.watches.remove(watch)
+
+    def _seconds_to_rest(self) -> float | None:
+        if not self.watches:
+            return None
+        return READ_SECONDS if any(watch.is_listening for watch in self.watches) else BEAT_SECONDS
+
+
+_heart: _Heart | None = None
+
+
+def _heart_of_this_process() -> _Heart:
+    global _heart
+    if _heart is None or not _heart.is_of_this_process:
+        _heart = _Heart()
+    return _heart
+
+
+# The store
+
+
+class _Board:
+    """Keys of the group's store, one for each rank, through a connection of its own.
+
+    Its own, because torch's may be busy, and because it stays when the group is destroyed. Besides
+    there is a line on which nothing is ever said: it shows when the server is gone, before torch
+    notices and prints pages about it, as it would at the end of every run in which rank 0, which
+    holds the store, is first.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        host, port = _address_of_store(group)
+        self.is_gone = False
+        self._place = _place_on_board(group)
+        self._line = socket.create_connection((host, port), CONNECT_SECONDS)
+        self._line.setblocking(False)
+        timeout = timedelta(seconds=CONNECT_SECONDS)
+        store_at = dist.TCPStore  # type: ignore[attr-defined]
+        self._store = store_at(host, port, wait_for_workers=False, timeout=timeout)
+        self._store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))
+
+    def write(self, rank: int, sign: Sign) -> None:
+        self._assert_there()
+        self._store.set(self._key(rank), json.dumps(asdict(sign)))
+
+    def read(self, rank: int) -> Sign | None:
+        self._assert_there()
+        key = self._key(rank)
+        return Sign(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def _key(self, rank: int) -> str:
+        return f"{self._place}/{rank}"
+
+    def _assert_there(self) -> None:
+        with suppress(BlockingIOError):
+            if not self._line.recv(1, socket.MSG_PEEK):
+                raise ConnectionResetError("the store is gone")
+
+
+def _address_of_store(group: dist.ProcessGroup) -> tuple[str, int]:
+    store: Any = dist.distributed_c10d._get_process_group_store(group)
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not hasattr(store, "port"):
+        raise ValueError(f"ranks cannot meet at a {type(store).__name__}, which has no server")
+    return store.host, store.port
+
+
+_watches_made: Counter[str] = Counter()
+
+
+def _place_on_board(group: dist.ProcessGroup) -> str:
+    """Where the signs of this watch are: not where those of another are, or were before a restart.
+
+    Torch's launcher keeps its store when it starts all ranks again.
+    """
+    _watches_made[group.group_name] += 1
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"kfc/watch/{restarts}/{group.group_name}/{_watches_made[group.group_name]}"
+
+
+# Sentences
+
+
+def _names_of_ranks(group: dist.ProcessGroup) -> list[str]:
+    """Ranks as the group counts them; in a part of all processes, also as torch does."""
+    ranks = dist.get_process_group_ranks(group)
+    if ranks == list(range(dist.get_world_size())):
+        return [f"rank {rank}" for rank in ranks]
+    return [f"rank {rank} (of all processes: {of_all})" for rank, of_all in enumerate(ranks)]
+
+
+def _judge(
+    before: Sign | None, after: Sign | None, seconds: float, own_step: int | None
+) -> tuple[int, str]:
+    """How little suspicious a rank is, and what is known of it.
+
+    Args:
+        before: its sign, read first.
+        after: read last.
+        seconds: between the two.
+        own_step: of the rank that asks.
+    """
+    if after is None:
+        return 0, "has not begun to train"
+    if after.suffers:
+        return 3, f"failed as well, {_when('at', after.step)}"
+    if after.end == "failed":
+        return 0, f"failed {_when('at', after.step)}: {after.reason}"
+    if after.end == "left":
+        why = after.reason or "it had fewer batches"
+        return 0, f"left {_when('after', after.step)}, {_own(own_step)}: {why}"
+    if before is not None and before.beat == after.beat and seconds > 2 * BEAT_SECONDS:
+        silence = max(seconds, time.time() - after.clock)
+        since = f"for {silence:.0f} s, since {_place(after.step)}"
+        return 0, f"has not been heard of {since}: it was killed or stopped, or is stuck"
+    if after.step != own_step:
+        where = f"is alive, {_when('at', after.step)}, while {_own(own_step)}"
+        return 1, f"{where}: it waits elsewhere, or is slow"
+    return 2, f"is alive, {_when('at', after.step)} as this rank: it waits elsewhere, or is slow"
+
+
+def _place(step: int | None) -> str:
+    return "before its first step" if step is None else f"step {step}"
+
+
+def _when(preposition: str, step: int | None) -> str:
+    return _place(step) if step is None else f"{preposition} {_place(step)}"
+
+
+def _own(step: int | None) -> str:
+    return f"this rank is {_when('at', step)}"
+
+
+def _about_store(is_gone: bool) -> str:
+    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    holder = "the launcher" if of_launcher else "rank 0"
+    gone, mute = "it ended before this rank, or was killed", "it was stopped, or cannot be reached"
+    what = f"is gone: {gone}" if is_gone else f"does not answer: {mute}"
+    return f"{holder}, which holds the group's store, {what}"
+
+
+# The end of the process
+
+
+def _end_watches() -> None:
+    """Say why this process ends; if by a collective of someone else's, also who is the cause."""
+    if _heart is None or not _heart.is_of_this_process:
+        return
+    watches, error = list(_heart.watches), _uncaught_error()
+    if watches and is_of_collective(error) and not any(watch.suffers for watch in watches):
+        _print_explanation(watches[0])
+    end, reason = _end_by(error)
+    for watch in watches:
+        watch.leave(reason, end)
+
+
+def _print_explanation(watch: Watch) -> None:
+    explanation = f"kfc: rank {watch.rank} of {watch.size}: {watch.explain()}"
+    with suppress(Exception):
+        print(explanation, file=sys.stderr, flush=True)
+
+
+def _uncaught_error() -> BaseException | None:
+    """The error by which this process ends.
+
+    The interpreter leaves it behind; multiprocessing is just handling it.
+    """
+    left_behind = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return sys.exc_info()[1] or left_behind
+
+
+def _end_by(error: BaseException | None) -> tuple[End, str]:
+    # torch.multiprocessing exits with a code after an error.
+    errors = [cause for cause in _with_causes(error) if not isinstance(cause, SystemExit)]
+    if not errors:
+        return "left", ""
+    first_line = str(errors[0]).partition("\n")[0]
+    return "failed", f"{type(errors[0]).__name__}: {first_line}"
+
+
+def is_of_collective(error: BaseException | None) -> bool:
+    """Whether it, or what led to it, is what a collective raises if a peer is gone."""
+    return any(map(_is_itself_of_collective, _with_causes(error)))
+
+
+def _is_itself_of_collective(error: BaseException) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in WORDS_OF_COLLECTIVES)
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
