@@ -1,6 +1,7 @@
-"""The `kfc` command in a process of its own."""
+"""The `kfc` command, and other programs, in a process of their own."""
 
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -19,11 +20,16 @@ FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(["preloaded"])
 
 
-def kfc(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess:
+def kfc(
+    *arguments: object, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess:
     """Run to the end, with what it printed."""
-    process = start_kfc(*arguments, cwd=cwd)
-    process.wait()
-    return process.completed()
+    return start_kfc(*arguments, cwd=cwd, **variables).completed()
+
+
+def run_script(path: Path, *arguments: object) -> subprocess.CompletedProcess:
+    """Run ``python PATH ARGUMENTS`` to the end; what it imports may be there already."""
+    return Command([str(path), *map(str, arguments)], Path.cwd(), script=path).completed()
 
 
 def kfc_anew(
@@ -47,20 +53,28 @@ def kfc_anew(
     )
 
 
-def start_kfc(*arguments: object, cwd: Path | None = None) -> "Command":
-    """Start, and let it run."""
-    return Command(list(map(str, arguments)), cwd or Path.cwd())
+def start_kfc(*arguments: object, cwd: Path | None = None, **variables: str) -> "Command":
+    """Start, and let it run; with variables of its environment."""
+    return Command(["kfc", *map(str, arguments)], cwd or Path.cwd(), variables)
 
 
 class Command:
     """A running command; what it prints goes into files."""
 
-    def __init__(self, arguments: list[str], cwd: Path) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        cwd: Path,
+        variables: dict[str, str] | None = None,
+        script: Path | None = None,
+    ) -> None:
         self._arguments = arguments
         self._output = Path(tempfile.mkdtemp(prefix="kfc-command-"))
         # For the server, which starts with the first; it does not ask for our sys.path.
         with patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parent)}):
-            self._process = FORKS.Process(target=_run, args=(arguments, cwd, self._output))
+            self._process = FORKS.Process(
+                target=_run, args=(arguments, cwd, self._output, variables or {}, script)
+            )
             self._process.start()
 
     @property
@@ -83,17 +97,26 @@ class Command:
         return self._process.exitcode
 
     def completed(self) -> subprocess.CompletedProcess:
+        """Wait for its end."""
+        code = self.wait()
         texts = [(self._output / name).read_text() for name in ("stdout", "stderr")]
-        return subprocess.CompletedProcess(self._arguments, self.wait(), *texts)
+        return subprocess.CompletedProcess(self._arguments, code, *texts)
 
 
-def _run(arguments: list[str], cwd: Path, output: Path) -> None:
+def _run(
+    arguments: list[str], cwd: Path, output: Path, variables: dict[str, str], script: Path | None
+) -> None:
     """In the forked process."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT), number)
     os.chdir(cwd)
-    sys.argv = ["kfc", *arguments]
-    app()
+    os.environ.update(variables)
+    sys.argv = arguments
+    if script is None:
+        app()
+    else:
+        sys.path.insert(0, str(script.parent))
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def kfc_here(*arguments: object) -> subprocess.CompletedProcess:

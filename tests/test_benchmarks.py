@@ -2,17 +2,17 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from commands import run_script
 
 RUN = Path(__file__).parents[1] / "benchmarks" / "run.py"
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(RUN), "--threads", "1", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run_script(RUN, "--threads", "1", *arguments)
 
 
 def measure(network: str, folder: Path, *sections: str) -> tuple[dict, str, str]:

@@ -1,8 +1,6 @@
 """State dicts: a run resumed in a new process goes on bit for bit; what does not fit is refused."""
 
 import operator
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kfc
+from commands import run_script
 
 
 def tensors(value, path=()):
@@ -30,8 +29,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, first, last in ((whole, 0, 20), (parts, 0, 7), (parts, 7, 20)):
         folder.mkdir(exist_ok=True)
-        command = [sys.executable, str(program), str(folder), str(first), str(last)]
-        subprocess.run(command, check=True)
+        done = run_script(program, folder, first, last)
+        assert done.returncode == 0, done.stderr
     for name in ("factored.pt", "eigen.pt"):
         one, other = (
             dict(tensors(torch.load(folder / name, weights_only=True))) for folder in (whole, parts)

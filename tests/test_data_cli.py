@@ -1,12 +1,9 @@
 """`kfc data`, each command in a process of its own."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 from typer.testing import CliRunner
 
+from commands import start_kfc
 from data_files import idx_files, mat_files, random_set, write
 from kfc.cli.data import data_app
 from kfc.experiments.data import NAMES
@@ -19,25 +16,23 @@ def start(*arguments, **variables):
     """Without programs to call, and without a way out to the network."""
     closed = "http://127.0.0.1:9"
     environment = {
-        **{name: value for name, value in os.environ.items() if name != "KFC_DATA_DIR"},
         "PATH": "",
         "NO_PROXY": "",
         "no_proxy": "",
         "http_proxy": closed,
         "https_proxy": closed,
         "COLUMNS": "80",
+        "KFC_DATA_DIR": "",  # as good as none
         **variables,
     }
-    command = [sys.executable, "-m", "kfc", "data", *map(str, arguments)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment, text=True, **pipes)
+    return start_kfc("data", *arguments, **environment)
 
 
 def outcome(process):
     """Exit code, standard output, standard error."""
-    output, errors = process.communicate(timeout=120)
-    assert "Traceback" not in errors
-    return process.returncode, output, errors
+    done = process.completed()
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout, done.stderr
 
 
 def test_get_check_and_list(tmp_path):

@@ -1,12 +1,11 @@
 """The examples, run as a user would run them, reach what they promise."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from commands import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -20,9 +19,7 @@ LEAST = {
 
 
 def run(name: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, str(EXAMPLES / f"{name}.py")]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
+    done = run_script(EXAMPLES / f"{name}.py")
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from commands import run_script
 from kfc.experiments.config import make_config
 from kfc.experiments.runs import RunError, RunFolder, read_record, write_atomically
 
@@ -26,9 +25,12 @@ def folder(tmp_path, config):
     made.close()
 
 
-def output_of(program: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def output_of(program: str, script: Path, *arguments: object) -> str:
+    """What the program prints, in a process of its own; script is where it is written."""
+    script.write_text(program)
+    done = run_script(script, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def row(update: int, kind: str = "progress", **more: object) -> dict:
@@ -65,19 +67,13 @@ def test_a_folder_is_never_overwritten(folder, config):
         RunFolder.create(folder.path, config, "digest", "KFC")
 
 
-def test_one_process_at_a_time(folder):
+def test_one_process_at_a_time(folder, tmp_path):
     program = (
         "import sys, pathlib; from kfc.experiments.runs import RunFolder, RunError\n"
         "try: RunFolder.open(pathlib.Path(sys.argv[1]))\n"
         "except RunError as error: print(error)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(folder.path)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "in use" in done.stdout
+    assert "in use" in output_of(program, tmp_path / "program.py", folder.path)
 
 
 def test_metrics_beyond_the_checkpoint_are_forgotten(folder):
@@ -169,11 +165,12 @@ def test_a_folder_that_cannot_be_made(config):
 
 def test_an_unfinished_write_leaves_the_old_file(tmp_path):
     """A file-size limit is as good as a full disk: the write fails half-way."""
-    path = tmp_path / "file"
-    program = f"""
-import resource, pathlib
+    path = tmp_path / "folder" / "file"
+    path.parent.mkdir()
+    program = """
+import resource, pathlib, sys
 from kfc.experiments.runs import write_atomically
-path = pathlib.Path({str(path)!r})
+path = pathlib.Path(sys.argv[1])
 write_atomically(path, b"good")
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
@@ -181,12 +178,9 @@ try:
 except OSError as error:
     print("refused:", error.strerror)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert "refused" in done.stdout
+    assert "refused" in output_of(program, tmp_path / "program.py", path)
     assert path.read_bytes() == b"good"
-    assert os.listdir(tmp_path) == ["file"]
+    assert os.listdir(path.parent) == ["file"]
 
 
 def test_config_json_is_complete_and_readable(folder):
