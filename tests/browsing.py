@@ -15,9 +15,17 @@ QUIET = (
 )
 
 
+class Tab:
+    """One tab of a browser, for page after page: what a new tab loads first takes seconds more."""
+
+    def __init__(self, browser):
+        self.page = browser.new_page()
+        self.shows = None  # what no test has changed, by path and width
+
+
 @contextmanager
 def running_browser():
-    """Skips the test if there is none, unless one is required."""
+    """A tab. Skips the test if there is no browser, unless one is required."""
     sync_api = pytest.importorskip("playwright.sync_api")
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
@@ -27,23 +35,38 @@ def running_browser():
         pytest.skip(message)
     with sync_api.sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=program, args=list(QUIET))
-        yield running
+        yield Tab(running)
         running.close()
 
 
 @contextmanager
-def opened(browser, path, width):
-    """The page at that width; in the end nothing may have gone wrong, or been fetched."""
+def opened(tab, path, width, unchanged=False):
+    """The page at that width; in the end nothing may have gone wrong, or been fetched.
+
+    Args:
+        unchanged: the test leaves the page as it is, and takes it as another such test left it.
+    """
     faults = []
     address = path.as_uri()
-    page = browser.new_page(viewport={"width": width, "height": 900})
-    page.on("console", lambda message: faults.append(f"{message.type}: {message.text}"))
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("dialog", lambda dialog: faults.append(dialog.message))
-    page.on("request", lambda request: _note_request(request.url, address, faults))
-    page.goto(address)
-    yield page
-    page.close()
+    listeners = {
+        "console": lambda message: faults.append(f"{message.type}: {message.text}"),
+        "pageerror": lambda error: faults.append(str(error)),
+        "dialog": lambda dialog: faults.append(dialog.message),
+        "request": lambda request: _note_request(request.url, address, faults),
+    }
+    page = tab.page
+    for event, listener in listeners.items():
+        page.on(event, listener)
+    if not unchanged or tab.shows != (path, width):
+        page.mouse.move(0, 0)
+        page.set_viewport_size({"width": width, "height": 900})
+        page.goto(address)
+    tab.shows = (path, width) if unchanged else None
+    try:
+        yield page
+    finally:
+        for event, listener in listeners.items():
+            page.remove_listener(event, listener)
     assert faults == []
 
 

@@ -11,9 +11,9 @@ KINDS = ("derivatives", "activations")
 
 
 @pytest.fixture(scope="module")
-def browser():
-    with running_browser() as running:
-        yield running
+def tab():
+    with running_browser() as tab:
+        yield tab
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,14 @@ def inspection_page(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=WIDTHS)
-def page(browser, inspection_page, request):
-    with opened(browser, inspection_page, request.param) as page:
+def width(request):
+    return request.param
+
+
+@pytest.fixture
+def page(tab, inspection_page, width):
+    """For tests that leave it as it is."""
+    with opened(tab, inspection_page, width, unchanged=True) as page:
         yield page
 
 
@@ -129,8 +135,8 @@ def test_figures_have_names_for_those_who_do_not_see_them(page):
     assert page.locator("figcaption").count() == plots.count()
 
 
-def test_printing_and_resizing(browser, inspection_page):
-    with opened(browser, inspection_page, max(WIDTHS)) as page:
+def test_printing_and_resizing(tab, inspection_page):
+    with opened(tab, inspection_page, max(WIDTHS)) as page:
         before = sizes(page)
         page.evaluate("dispatchEvent(new Event('beforeprint'))")
         assert max(width for width, *_ in sizes(page)) <= 680
@@ -150,18 +156,18 @@ def _settle(page, reached):
     assert reached()
 
 
-def test_a_layer_without_derivatives(browser, tmp_path):
+def test_a_layer_without_derivatives(tab, tmp_path):
     """Correlations and errors that are no numbers leave places empty, and nothing else."""
     model = small_network()
     model.conv2.weight.data.zero_()
     found = inspect_small(subject_of(model), approximations=("kfc",))
     write_inspection_page(tmp_path / "page.html", [found], "Dead")
-    with opened(browser, tmp_path / "page.html", min(WIDTHS)) as page:
+    with opened(tab, tmp_path / "page.html", min(WIDTHS)) as page:
         assert undrawn(page) == ["derivatives-0-0-offsets"]
         assert page_width(page) <= min(WIDTHS)
 
 
-def test_signals_volumes_and_linear_layers(browser, tmp_path):
+def test_signals_volumes_and_linear_layers(tab, tmp_path):
     """Conv1d as lines, Conv3d as a slice, three networks side by side."""
     models = {
         (1, 8): nn.Sequential(nn.Conv1d(1, 3, 3), nn.Flatten(), nn.Linear(18, 4)),
@@ -175,7 +181,7 @@ def test_signals_volumes_and_linear_layers(browser, tmp_path):
         for size, model in models.items()
     ]
     write_inspection_page(tmp_path / "page.html", found, "Small")
-    with opened(browser, tmp_path / "page.html", min(WIDTHS)) as page:
+    with opened(tab, tmp_path / "page.html", min(WIDTHS)) as page:
         assert undrawn(page) == []
         assert page_width(page) <= min(WIDTHS)
         kinds = page.eval_on_selector_all(

@@ -18,9 +18,9 @@ INSIDE_KFAC = {
 
 
 @pytest.fixture(scope="module")
-def browser():
-    with running_browser() as running:
-        yield running
+def tab():
+    with running_browser() as tab:
+        yield tab
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +41,21 @@ def comparison(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=WIDTHS)
-def page(browser, comparison, request):
+def width(request):
+    return request.param
+
+
+@pytest.fixture
+def page(tab, comparison, width):
     """For tests that leave it as it is."""
-    with opened(browser, comparison, request.param) as page:
+    with opened(tab, comparison, width, unchanged=True) as page:
         yield page
 
 
 @pytest.fixture
-def wide_page(browser, comparison):
+def wide_page(tab, comparison):
     """For tests that play with it."""
-    with opened(browser, comparison, max(WIDTHS)) as page:
+    with opened(tab, comparison, max(WIDTHS)) as page:
         yield page
 
 
@@ -142,30 +147,30 @@ def test_layers_of_either_run_and_printing(wide_page):
     assert after == before
 
 
-def test_a_run_that_has_just_begun(browser, tmp_path):
+def test_a_run_that_has_just_begun(tab, tmp_path):
     record = make_run(tmp_path / "run", evaluations=1, end=None)
     write_page(tmp_path / "page.html", [record], title="Begun")
-    with opened(browser, tmp_path / "page.html", 400) as page:
+    with opened(tab, tmp_path / "page.html", 400) as page:
         assert figure_ids(page) == CURVES | INSIDE_KFC
         assert undrawn(page) == []
         assert page_width(page) <= 400
 
 
-def test_twenty_runs_with_long_names_and_nothing_of_kfc(browser, tmp_path):
+def test_twenty_runs_with_long_names_and_nothing_of_kfc(tab, tmp_path):
     records = [
         make_run(tmp_path / str(index), f"{index} {'long' * 12} name", "sgd", evaluations=index)
         for index in range(20)
     ]
     write_page(tmp_path / "page.html", records, title="Many")
-    with opened(browser, tmp_path / "page.html", 400) as page:
+    with opened(tab, tmp_path / "page.html", 400) as page:
         assert figure_ids(page) == {*CURVES, "costs"}
         assert undrawn(page) == []
         assert page_width(page) <= 400
 
 
-def test_only_a_diverged_run(browser, tmp_path):
+def test_only_a_diverged_run(tab, tmp_path):
     record = make_run(tmp_path / "run", "SGD", "sgd", evaluations=4, end="diverged")
     write_page(tmp_path / "page.html", [record], title="Lost")
-    with opened(browser, tmp_path / "page.html", 1400) as page:
+    with opened(tab, tmp_path / "page.html", 1400) as page:
         assert "SGD diverged at update 120" in page.locator("#summary").text_content()
         assert undrawn(page) == []
