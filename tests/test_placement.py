@@ -1,0 +1,87 @@
+"""Who inverts what: balance, choice, and what it sends."""
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from kfc.distributed.placement import EVERYWHERE, LayerSize, assign, place, size_of
+from kfc.layers import plan_layers
+
+
+def largest_load(costs, owners, workers):
+    loads = [0.0] * workers
+    for name, owner in owners.items():
+        loads[owner] += costs[name]
+    return max(loads)
+
+
+@given(
+    st.lists(st.floats(0, 1000), min_size=1, max_size=8).map(
+        lambda values: {f"layer {i}": value for i, value in enumerate(values)}
+    ),
+    st.integers(1, 3),
+)
+def test_the_busiest_rank_has_at_most_four_thirds_of_what_is_possible(costs, workers):
+    owners = assign(costs, workers)
+    assert owners.keys() == costs.keys()
+    best = min(
+        largest_load(costs, dict(zip(costs, chosen, strict=True)), workers)
+        for chosen in product(range(workers), repeat=len(costs))
+    )
+    assert largest_load(costs, owners, workers) <= 4 / 3 * best * (1 + 1e-12)
+
+
+def test_all_ranks_come_to_the_same_assignment_whatever_is_equal():
+    costs = dict.fromkeys("abcdef", 1.0)
+    assert assign(costs, 3) == {"a": 0, "b": 1, "c": 2, "d": 0, "e": 1, "f": 2}
+
+
+def sizes(*layers: nn.Module, kind: str = "factored", curvature: str = "kfc"):
+    plan = plan_layers(nn.Sequential(*layers), 8192, curvature)
+    return {name: size_of(handler, kind) for name, handler in plan.handlers.items()}
+
+
+def test_sizes_are_those_of_triangles_bases_and_gradients():
+    linear = sizes(nn.Linear(6, 4))["0"]
+    assert linear == LayerSize((7**3 + 4**3) / 3, 4 * (28 + 10 + 2), 4 * 28, can_be_kept=True)
+    eigen = sizes(nn.Linear(6, 4), kind="eigen")["0"]
+    assert eigen.operations == 9 * (7**3 + 4**3)
+    assert eigen.inverse_bytes == 4 * (49 + 16 + 28 + 1)
+    grouped = sizes(nn.Conv2d(4, 6, 3, groups=2).double())["0"]
+    assert grouped.inverse_bytes == 8 * (2 * 19 * 20 // 2 + 2 * 3 * 4 // 2 + 2)
+    assert not sizes(nn.Linear(6, 4), curvature="ekfac")["0"].can_be_kept
+
+
+def test_auto_shares_out_what_is_large_and_keeps_what_is_wide():
+    of_layers = sizes(
+        nn.Linear(20, 20),  # not worth a message
+        nn.Linear(1000, 1000),  # an inverse is less than twenty gradients
+        nn.Linear(4096, 10),  # twenty gradients are less than an inverse
+    )
+    placed = place(of_layers, 2, "auto", period=20)
+    assert placed["0"] == EVERYWHERE
+    assert placed["1"].owner is not None
+    assert not placed["1"].kept
+    assert placed["2"].kept
+    assert placed["1"].owner != placed["2"].owner
+
+
+@pytest.mark.parametrize("kind", ["auto", "shared", "gradients", "replicated"])
+def test_one_process_has_everything(kind):
+    assert place(sizes(nn.Linear(2000, 2000)), 1, kind, period=20) == {"0": EVERYWHERE}
+
+
+def test_measured_inverses_are_shared_rather_than_kept():
+    placed = place(sizes(nn.Linear(4096, 10), curvature="ekfac"), 2, "gradients", period=20)
+    assert not placed["0"].kept
+    assert placed["0"].owner is not None
+
+
+def test_sizes_follow_the_parameters_that_are_trained():
+    layer = nn.Linear(6, 4)
+    layer.bias.requires_grad_(False)
+    assert sizes(layer)["0"].gradient_bytes == torch.float32.itemsize * 24
