@@ -153,12 +153,18 @@ def test_runs_take_turns_from_the_same_start(digits, tmp_path):
     assert sgd.end["reason"] == ours.end["reason"] == "epochs"
 
 
-def test_the_learning_rate_with_the_lowest_loss_goes_on(digits, tmp_path):
-    sgd = {"optimizer": "sgd", "lr": [1e-7, 0.05, 1e-6], "epochs": 40}
-    methods = {"SGD": sgd, "KFC": {"optimizer": "kfc"}}
-    comparison = small(methods=methods, tuning_seconds=0.15, slice_seconds=0.02)
-    contest = run(comparison, tmp_path, digits)
-    ends = {(r.name, r.config.lr): r.end["reason"] for r in contest.records()}
+@pytest.fixture(scope="module")
+def tuned(digits, tmp_path_factory):
+    """A comparison with learning rates to choose from, and its records."""
+    # All epochs take much longer than a rate is tried, also on the fastest machine.
+    sgd = {"optimizer": "sgd", "lr": [1e-7, 0.05, 1e-6], "epochs": 16}
+    methods = {"SGD": sgd, "KFC": {"optimizer": "kfc", "epochs": 2}}
+    comparison = small(methods=methods, tuning_seconds=0.06, slice_seconds=0.01)
+    return comparison, run(comparison, tmp_path_factory.mktemp("tuned"), digits).records()
+
+
+def test_the_learning_rate_with_the_lowest_loss_goes_on(tuned):
+    ends = {(r.name, r.config.lr): r.end["reason"] for r in tuned[1]}
     assert ends == {
         ("SGD", 1e-7): "not chosen",
         ("SGD", 0.05): "epochs",
@@ -185,11 +191,8 @@ def test_runs_end_at_their_goals(digits, tmp_path):
         assert record.end["epoch"] < 100
 
 
-def test_an_interrupted_comparison_goes_on_to_the_same_end(digits, tmp_path):
-    sgd = {"optimizer": "sgd", "lr": [1e-7, 0.05], "epochs": 40}
-    methods = {"SGD": sgd, "KFC": {"optimizer": "kfc"}}
-    comparison = small(methods=methods, tuning_seconds=0.15, slice_seconds=0.02)
-    whole = run(comparison, tmp_path / "whole", digits).records()
+def test_an_interrupted_comparison_goes_on_to_the_same_end(digits, tuned, tmp_path):
+    comparison, whole = tuned
     finished, patience, interruptions = False, 5, 0
     while not finished:
         rows = []
@@ -216,13 +219,14 @@ def test_an_interrupted_comparison_goes_on_to_the_same_end(digits, tmp_path):
 
 def test_a_longer_comparison_goes_on_as_if_it_had_always_been_longer(digits, tmp_path):
     methods = {
-        "SGD": {"optimizer": "sgd", "lr": [1e-7, 0.05], "epochs": 3},
+        "SGD": {"optimizer": "sgd", "lr": [1e-7, 0.05], "epochs": 1},
         "KFC": {"optimizer": "kfc"},
         "wild": {"optimizer": "sgd", "lr": 1e25},
     }
-    short = small(methods=methods, tuning_seconds=1e-3)
+    settings = {**SMALL["settings"], "epochs": 1}
+    short = small(settings=settings, methods=methods, tuning_seconds=1e-3)
     run(short, tmp_path / "parts", digits)
-    longer = with_wishes(short, {"epochs": 5.0})
+    longer = with_wishes(short, {"epochs": 2.0})
     grown = {
         record.path.name: record for record in run(longer, tmp_path / "parts", digits).records()
     }
@@ -231,7 +235,7 @@ def test_a_longer_comparison_goes_on_as_if_it_had_always_been_longer(digits, tmp
     whole = run(longer, tmp_path / "whole", digits).records()
     for record in (r for r in whole if r.end["reason"] == "epochs"):
         mine = grown[record.path.name]
-        assert mine.end["epoch"] == record.end["epoch"] == 5
+        assert mine.end["epoch"] == record.end["epoch"] == 2
         assert mine.config == record.config
         assert mine.evaluations[-1]["train_loss"] == record.evaluations[-1]["train_loss"]
 
