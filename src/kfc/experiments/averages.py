@@ -22,8 +22,8 @@ class Averages:
     """
 
     def __init__(self, model: nn.Module, timescale: float) -> None:
-        buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
-        self._tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **buffers}
+        self._buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
+        self._tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **self._buffers}
         self._timescale = timescale
         self._state: dict[Tensor, dict[str, Any]] = {t: {} for t in self._tensors.values()}
         start_averages(self._tensors.values(), self._state)
@@ -44,6 +44,9 @@ class Averages:
         """For good."""
         for tensor in self._tensors.values():
             tensor.copy_(self._state[tensor][KEY])
+
+    def of_buffers(self) -> list[Tensor]:
+        return [self._state[buffer][KEY] for buffer in self._buffers.values()]
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: self._state[tensor][KEY] for name, tensor in self._tensors.items()}

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from kfc.distributed.workers import Workers
 from kfc.experiments.data import Inputs, Split
+from kfc.experiments.data.batches import part_of
 from kfc.experiments.tasks import Task
 
 BATCH = 1000
@@ -24,20 +26,29 @@ class Examples:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, examples: Examples, task: Task) -> tuple[float, float]:
-    """The mean loss, and the error in percent; in evaluation mode."""
+def evaluate(
+    model: nn.Module, examples: Examples, task: Task, workers: Workers | None = None
+) -> tuple[float, float]:
+    """The mean loss, and the error in percent; in evaluation mode.
+
+    Args:
+        workers: each rank takes its part of the examples, and has the result for all.
+    """
+    workers = workers or Workers(None)
     was_training = model.training
     model.eval()
     losses, mistakes = [], []
-    for start in range(0, examples.count, BATCH):
-        chosen = slice(start, min(start + BATCH, examples.count))
+    mine = part_of(examples.count, workers.rank, workers.size)
+    for start in mine[::BATCH]:
+        chosen = slice(start, min(start + BATCH, mine.stop))
         images = channels_last(examples.inputs(examples.split.images[chosen]).to(examples.device))
         labels = torch.from_numpy(examples.split.labels[chosen].copy()).to(examples.device)
         outputs = model(images)
         losses.append(task.loss(outputs, images, labels).item() * len(images))
         mistakes.append(task.mistakes(outputs, images, labels).sum().item())
     model.train(was_training)
-    return sum(losses) / examples.count, task.error(sum(mistakes) / examples.count)
+    loss, mistaken = workers.sum([sum(losses), sum(mistakes)], "evaluation")
+    return loss / examples.count, task.error(mistaken / examples.count)
 
 
 def channels_last(images: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,12 @@ class _BatchMaker(Dataset[Batch]):
 class Batches:
     """Batches of a split in an order that follows from seed and epoch alone.
 
-    The number of workers makes no difference to it. Of the split, the first ``examples`` are used.
+    The number of workers makes no difference to it, and that of ranks none to the whole batches.
+
+    Args:
+        batch_size: of all ranks together.
+        examples: of the split, the first so many are used.
+        rank: of ``ranks`` that each take their part of every batch.
     """
 
     def __init__(
@@ -47,6 +52,8 @@ class Batches:
         *,
         workers: int = 0,
         examples: int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self.examples = len(split) if examples is None else examples
         require_whole("batch_size", batch_size)
@@ -57,14 +64,23 @@ class Batches:
             raise ValueError(f"examples is {self.examples}, but the split has {len(split)}")
         if batch_size > self.examples:
             raise ValueError(f"batch_size {batch_size} is more than the {self.examples} examples")
+        if batch_size < ranks:
+            raise ValueError(f"batch_size {batch_size} is less than an example for each of {ranks}")
         self.batch_size = batch_size
         self.seed = seed
         self.workers = workers
+        self._part = part_of(batch_size, rank, ranks)
+        self._ranks = ranks
         self._maker = _BatchMaker(split, inputs)
 
     def __len__(self) -> int:
         """Batches in an epoch; an incomplete last one is dropped."""
         return self.examples // self.batch_size
+
+    @property
+    def weight(self) -> float:
+        """What to multiply this rank's mean by, so that the mean over ranks is over the batch."""
+        return self._ranks * len(self._part) / self.batch_size
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Batches ``start``, ``start + 1``, ... of that epoch: float32 images, int64 labels."""
@@ -79,7 +95,8 @@ class Batches:
 
     def _order(self, epoch: int) -> list[Indices]:
         order = torch.randperm(self.examples, generator=_generator(self.seed, epoch)).numpy()
-        return list(order[: len(self) * self.batch_size].reshape(-1, self.batch_size))
+        batches = order[: len(self) * self.batch_size].reshape(-1, self.batch_size)
+        return list(batches[:, self._part.start : self._part.stop])
 
     def _from_workers(self, orders: list[Indices], epoch: int) -> Iterator[Batch]:
         loader: DataLoader[Batch] = DataLoader(
@@ -92,6 +109,11 @@ class Batches:
         )
         # The workers end with this generator, whether it is exhausted or dropped half-way.
         yield from loader
+
+
+def part_of(count: int, rank: int, ranks: int) -> range:
+    """Which of so many are this rank's: parts that differ by one at most."""
+    return range(count * rank // ranks, count * (rank + 1) // ranks)
 
 
 def _generator(seed: int, epoch: int) -> torch.Generator:
