@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+import time
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import kfc
 from kfc.cli.compare import compare, demo
 from kfc.cli.data import data_app
 from kfc.cli.inspect import inspect
 from kfc.cli.report import report
-from kfc.cli.screen import say
+from kfc.cli.screen import USAGE, fail, say
 from kfc.cli.train import train
+from kfc.experiments.processes import Launch
+
+# torchrun ends the other processes as soon as one has ended, maybe before it could speak.
+SECONDS_FOR_RANK_0_TO_SPEAK = 5
+
+
+class OneVoice(TyperGroup):
+    """The command in several processes with the same arguments: rank 0 says what is wrong."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        if Launch.from_environment().rank == 0:
+            return super().main(*args, **kwargs)
+        try:
+            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except Exception as error:
+            # Of click, or of the copy of it that newer versions of typer have.
+            if not hasattr(error, "exit_code"):
+                raise
+            time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
+            code = error.exit_code
+        sys.exit(code)
+
 
 app = typer.Typer(
+    cls=OneVoice,
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -35,6 +61,7 @@ def show_version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=show_version, is_eager=True, help="Show the version."),
@@ -54,6 +81,13 @@ def main(
 
     Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 the run diverged, 130 interrupted.
     """
+    launch = Launch.from_environment()
+    if launch.size > 1 and context.invoked_subcommand != "train":
+        if launch.rank > 0:
+            time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
+            raise typer.Exit(USAGE)
+        command = context.invoked_subcommand
+        fail(f"kfc {command} runs in one process; torchrun is for kfc train alone", USAGE)
 
 
 @app.command()

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,10 +20,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kfc.distributed.workers import WorkerError
 from kfc.experiments.config import ConfigError
-from kfc.experiments.data import DataError
 from kfc.experiments.networks import NetworkError
-from kfc.experiments.runs import RunError
+from kfc.experiments.processes import EXPECTED_ERRORS, Launch, RanksFailedError
 
 FAILED, USAGE, DIVERGED, INTERRUPTED = 1, 2, 3, 130
 
@@ -40,12 +41,26 @@ def clear_errors() -> Iterator[None]:
     """What can go wrong ends in a sentence and an exit code, not in a traceback."""
     try:
         yield
-    except (ConfigError, NetworkError) as error:
-        fail(str(error), USAGE)
-    except (DataError, RunError, OSError) as error:
-        fail(str(error), FAILED)
+    except EXPECTED_ERRORS as error:
+        fail(_of_rank(Launch.from_environment().rank, error), _code(type(error)))
+    except RanksFailedError as failure:
+        if failure.error is not None:
+            complain(_of_rank(failure.rank, failure.error))
+        failure.part()
+        raise typer.Exit(_code(failure.kind)) from failure
+    except WorkerError as error:
+        # What is known of the cause, and below it the backend's own words.
+        fail("; ".join(str(error).splitlines()), FAILED)
     except KeyboardInterrupt:
         fail("interrupted", INTERRUPTED)
+
+
+def _of_rank(rank: int, error: Exception) -> str:
+    return f"rank {rank}: {error}" if rank else str(error)
+
+
+def _code(error: type[Exception]) -> int:
+    return USAGE if issubclass(error, (ConfigError, NetworkError)) else FAILED
 
 
 def say(message: str, style: str | None = None, on: Console = console) -> None:
@@ -54,15 +69,25 @@ def say(message: str, style: str | None = None, on: Console = console) -> None:
 
 
 def fail(message: str, code: int) -> None:
-    errors.print(f"[red]Error:[/red] {escape(message)}", soft_wrap=True, highlight=False)
+    complain(message)
     raise typer.Exit(code)
 
 
-class Interruption:
-    """Ctrl-C, or SIGTERM, asks to end cleanly; a second Ctrl-C ends at once."""
+def complain(message: str) -> None:
+    errors.print(f"[red]Error:[/red] {escape(message)}", soft_wrap=True, highlight=False)
 
-    def __init__(self) -> None:
+
+class Interruption:
+    """Ctrl-C, or SIGTERM, asks to end cleanly; a second Ctrl-C ends at once.
+
+    Args:
+        patient: a second one changes nothing. torchrun may pass on a signal more than once, and
+            itself kills whoever does not end in time.
+    """
+
+    def __init__(self, *, patient: bool = False) -> None:
         self.requested = False
+        self._patient = patient
         self._process = os.getpid()
 
     def __call__(self) -> bool:
@@ -82,13 +107,16 @@ class Interruption:
     def _request(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a worker that prepares batches: it ends with the run
             return
+        if self._patient:
+            self.requested = True
+            return
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
         errors.print("Ending after this update, with a checkpoint; once more to end at once.")
 
 
-def progress_bars(on: Console = console) -> Progress:
+def progress_bars(on: Console = console, *, hidden: bool = False) -> Progress:
     """A line for each run: a bar, the time, and how it stands."""
     return Progress(
         TextColumn("{task.description}"),
@@ -97,6 +125,7 @@ def progress_bars(on: Console = console) -> Progress:
         TimeElapsedColumn(),
         TextColumn("{task.fields[state]}"),
         console=on,
+        disable=hidden,
     )
 
 
@@ -138,13 +167,15 @@ def as_table(
     return table
 
 
+def numbered(wanted: Path) -> Iterator[Path]:
+    """The path, path-2, path-3, ..."""
+    yield wanted
+    yield from (wanted.with_name(f"{wanted.name}-{number}") for number in count(2))
+
+
 def free_path(wanted: Path) -> Path:
-    """The path, or the first of path-2, path-3, ... that does not exist."""
-    path, number = wanted, 1
-    while path.exists():
-        number += 1
-        path = wanted.with_name(f"{wanted.name}-{number}")
-    return path
+    """The first of them that does not exist."""
+    return next(path for path in numbered(wanted) if not path.exists())
 
 
 def parse_duration(text: str | None) -> float | None:

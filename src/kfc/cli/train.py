@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any, TypeAlias
@@ -16,21 +19,26 @@ from kfc.cli.screen import (
     INTERRUPTED,
     Interruption,
     clear_errors,
+    complain,
     evaluation_line,
-    fail,
     free_path,
+    numbered,
     parse_duration,
     progress_bars,
     say,
     state_of,
 )
-from kfc.experiments.config import RunConfig, make_config
-from kfc.experiments.data import NAMES, load
+from kfc.distributed.workers import Workers
+from kfc.experiments.config import RunConfig, config_from_dict, make_config
+from kfc.experiments.data import NAMES, Dataset, load
 from kfc.experiments.networks import NETWORKS
 from kfc.experiments.optimizers import OPTIMIZERS
-from kfc.experiments.runs import RunError, RunFolder, read_record
+from kfc.experiments.processes import Launch, failing_together, joined
+from kfc.experiments.runs import ForeignFolder, RunError, RunFolder, is_of_job, read_record
 from kfc.experiments.training import Row, Trainer
 from kfc.layers.structures import STRUCTURES
+
+DEFAULT_TIMEOUT = 300.0
 
 
 def _of_data(text: str) -> Any:
@@ -65,7 +73,9 @@ def train(
     inputs: Annotated[
         Text, _of_data("centred (minus the mean image), normalised (to unit variance too), unit.")
     ] = None,
-    batch_size: Annotated[Whole, _of_data("By default the optimizer's.")] = None,
+    batch_size: Annotated[
+        Whole, _of_data("Of all processes together; by default the optimizer's.")
+    ] = None,
     train_examples: Annotated[Whole, _of_data("Train on the first so many.")] = None,
     data_dir: Annotated[Path | None, _of_data("Where data sets are; see kfc data.")] = None,
     optimizer: Annotated[Text, _of_optimizer(f"{_listed(OPTIMIZERS)}; by default kfc.")] = None,
@@ -117,8 +127,14 @@ def train(
     log_period: Annotated[Whole, _of_records("In updates; by default 10.")] = None,
     seed: Annotated[Whole, _of_records("Of weights, order and sampling; by default 0.")] = None,
     device: Annotated[Text, _of_records("cpu, cuda, mps, ...; by default cpu.")] = None,
-    threads: Annotated[Whole, _of_records("By default as many as torch takes.")] = None,
+    threads: Annotated[
+        Whole, _of_records("Of each process; by default as many as torch takes.")
+    ] = None,
     workers: Annotated[Whole, _of_records("Processes that prepare batches; by default 0.")] = None,
+    timeout: Annotated[
+        Text,
+        _of_records("How long a process of torchrun may keep the others waiting; by default 5m."),
+    ] = None,
     out: Annotated[Path | None, _of_records("The run's folder; it must not exist.")] = None,
     resume: Annotated[
         Path | None, _of_records("Go on with this run; only its length may be changed.")
@@ -129,6 +145,10 @@ def train(
     Ctrl-C ends the run with a checkpoint. --resume goes on from there, or after a
     crash from the last checkpoint, as if nothing had happened.
 
+    torchrun trains it in several processes, each with its part of every batch: on the
+    CPU, or with --device cuda on a GPU each. After a failure, its --max-restarts goes on
+    from the last checkpoint; --resume may be on any number of processes.
+
     Examples:
 
       kfc train --data digits --epochs 5
@@ -138,25 +158,88 @@ def train(
       kfc train --data cifar10 --net mynets:small --lr 0.003 --damping 0.01 --out runs/mine
 
       kfc train --resume runs/mine --epochs 20
+
+      torchrun --nproc-per-node=2 --max-restarts=3 -m kfc train --data cifar10 --time 1h
     """
     given = {name: value for name, value in locals().items() if value is not None}
-    for name in ("data_dir", "out", "resume", "time"):
+    for name in ("data_dir", "out", "resume", "time", "timeout"):
         given.pop(name, None)
     seconds = parse_duration(time)
-    with clear_errors():
+    if resume is not None:
+        _refuse_settings([*given, *(["out"] if out else [])])
+    elif weight_decay is not None and weight_decay != "paper":
+        given["weight_decay"] = _number("--weight-decay", weight_decay)
+    launch = Launch.from_environment()
+
+    def plan() -> Plan:
         if resume is not None:
-            _refuse_settings([*given, *(["out"] if out else [])])
-            folder = RunFolder.open(resume)
-            config = folder.config.with_limits(epochs, updates, seconds)
-            _refuse_passed_limits(resume, config)
-            folder.set_config(config)
-            _run(resume, config, data_dir, folder)
-        else:
-            if weight_decay is not None and weight_decay != "paper":
-                given["weight_decay"] = _number("--weight-decay", weight_decay)
-            config = make_config(**given, seconds=seconds)
-            path = out or free_path(Path("runs") / _default_name(config))
-            _run(path, config, data_dir, None)
+            return _plan_to_go_on(resume, epochs, updates, seconds, launch)
+        return _plan_to_begin(make_config(**given, seconds=seconds), out, launch)
+
+    _carry_out(plan, data_dir, launch, _patience(timeout))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    Attributes:
+        folder: of a run to go on with; ``None`` for a new one.
+    """
+
+    path: Path
+    config: RunConfig
+    folder: RunFolder | ForeignFolder | None
+
+
+def _carry_out(
+    plan: Callable[[], Plan], data_dir: Path | None, launch: Launch, patience: float
+) -> None:
+    """With all processes that were launched; rank 0 makes the plan."""
+    with clear_errors():
+        with joined(launch, patience) as workers:
+            with failing_together(workers):
+                own = plan() if workers.rank == 0 else None
+            trainer = _run(_shared(own, workers), data_dir, launch, workers)
+            if workers.rank == 0:
+                _say_how_it_ended(trainer, launch)
+        raise typer.Exit(_exit_code(trainer))
+
+
+def _plan_to_begin(config: RunConfig, out: Path | None, launch: Launch) -> Plan:
+    """In a new folder; or in that which the same command began, if torchrun has restarted it."""
+    wanted = Path("runs") / _default_name(config)
+    tried = [out] if out else takewhile(Path.exists, numbered(wanted))
+    for path in tried:
+        if is_of_job(path, config, launch.job):
+            _refuse_what_diverged(path, launch)
+            return Plan(path, config, RunFolder.open(path))
+    return Plan(out or free_path(wanted), config, None)
+
+
+def _plan_to_go_on(
+    path: Path, epochs: Number, updates: Whole, seconds: Number, launch: Launch
+) -> Plan:
+    folder = RunFolder.open(path)
+    config = folder.config.with_limits(epochs, updates, seconds)
+    _refuse_what_diverged(path, launch)
+    if not launch.restarted:
+        _refuse_passed_limits(path, config)
+    folder.set_config(config)
+    return Plan(path, config, folder)
+
+
+def _shared(plan: Plan | None, workers: Workers) -> Plan:
+    """Rank 0's plan on all ranks: the others need not see its disk."""
+    told: dict[str, Any] = {}
+    if plan is not None:
+        digest = plan.folder.data_digest if plan.folder else None
+        told = {"path": str(plan.path), "config": plan.config.to_dict(), "digest": digest}
+    told = workers.share(told)
+    if plan is not None:
+        return plan
+    path, config = Path(told["path"]), config_from_dict(told["config"])
+    folder = ForeignFolder(path, config, told["digest"]) if told["digest"] else None
+    return Plan(path, config, folder)
 
 
 def _refuse_settings(given: list[str]) -> None:
@@ -177,6 +260,22 @@ def _refuse_passed_limits(path: Path, config: RunConfig) -> None:
         raise RunError(f"{path} is further already: at {here}, {rows[-1]['seconds']:.1f} s")
 
 
+def _refuse_what_diverged(path: Path, launch: Launch) -> None:
+    """torchrun restarts whatever fails, but from the same checkpoint it would come to the same."""
+    end = read_record(path).end if launch.restarted else None
+    if end is not None and end["reason"] == "diverged":
+        raise RunError(f"{path} has diverged, and is not tried again: {end['message']}")
+
+
+def _patience(timeout: Text) -> float:
+    seconds = parse_duration(timeout)
+    if seconds is None:
+        return DEFAULT_TIMEOUT
+    if not 0 < seconds < math.inf:
+        raise typer.BadParameter(f"{timeout!r} is no time to wait for", param_hint="--timeout")
+    return seconds
+
+
 def _number(option: str, text: str) -> float:
     try:
         return float(text)
@@ -190,22 +289,37 @@ def _default_name(config: RunConfig) -> str:
     return f"{config.data}-{config.net.replace(':', '-')}-{config.optimizer}"
 
 
-def _run(path: Path, config: RunConfig, data_dir: Path | None, folder: RunFolder | None) -> None:
-    """Train to the end, or until interrupted, in a new folder or in an opened one."""
-    dataset = load(config.data, data_dir)
-    with progress_bars() as progress, Interruption() as interrupted:
-        task = progress.add_task(escape(config.optimizer), total=1.0, state="")
-        show = _Display(progress, task, config)
-        if folder is None:
-            trainer = Trainer.start(path, config, dataset, name=path.name, on_row=show)
+def _run(plan: Plan, data_dir: Path | None, launch: Launch, workers: Workers) -> Trainer:
+    """Train to the end, or until interrupted."""
+    dataset = _load(plan.config, data_dir, launch, workers)
+    silent = workers.rank > 0
+    patient = launch.job is not None
+    with progress_bars(hidden=silent) as progress, Interruption(patient=patient) as interrupted:
+        task = progress.add_task(escape(plan.config.optimizer), total=1.0, state="")
+        show = (lambda row: None) if silent else _Display(progress, task, plan.config)
+        if plan.folder is None:
+            trainer = Trainer.start(
+                *(plan.path, plan.config, dataset),
+                name=plan.path.name,
+                on_row=show,
+                workers=workers,
+            )
         else:
-            trainer = Trainer.resume(folder, dataset, on_row=show)
+            trainer = Trainer.resume(plan.folder, dataset, on_row=show, workers=workers)
         try:
             if trainer.advance(interrupted=interrupted):
                 trainer.save()
         finally:
             trainer.close()
-    _say_how_it_ended(trainer, path)
+    return trainer
+
+
+def _load(config: RunConfig, data_dir: Path | None, launch: Launch, workers: Workers) -> Dataset:
+    """The first process of a machine fetches what is not there yet; the others find it."""
+    with failing_together(workers):
+        dataset = load(config.data, data_dir) if launch.local_rank == 0 else None
+    with failing_together(workers):
+        return dataset or load(config.data, data_dir, progress=False)
 
 
 class _Display:
@@ -224,11 +338,19 @@ class _Display:
         self._progress.update(self._task, completed=self._config.part_of_the_way(row))
 
 
-def _say_how_it_ended(trainer: Trainer, path: Path) -> None:
+def _say_how_it_ended(trainer: Trainer, launch: Launch) -> None:
+    path = trainer.folder.path
     shown = quote(str(path))
     if trainer.end is None:
-        say(f"Interrupted at update {trainer.update}. Go on: kfc train --resume {shown}")
-        raise typer.Exit(INTERRUPTED)
-    if trainer.end["reason"] == "diverged":
-        fail(f"diverged: {trainer.end['message']}. The run is in {path}", DIVERGED)
-    say(f"Run: {path}\nPage: kfc report {shown}")
+        resumption = f"{launch.command()} train --resume {shown}"
+        say(f"Interrupted at update {trainer.update}. Go on: {resumption}")
+    elif trainer.end["reason"] == "diverged":
+        complain(f"diverged: {trainer.end['message']}. The run is in {path}")
+    else:
+        say(f"Run: {path}\nPage: kfc report {shown}")
+
+
+def _exit_code(trainer: Trainer) -> int:
+    if trainer.end is None:
+        return INTERRUPTED
+    return DIVERGED if trainer.end["reason"] == "diverged" else 0

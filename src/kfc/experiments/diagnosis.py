@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,39 @@ ADVICE = {
     "kfac": "try a larger --initial-model-damping",
     "muon": "try a smaller --lr or --adamw-lr",
 }
+
+
+class Origin(NamedTuple):
+    """Where among the ranks it began.
+
+    Attributes:
+        rank: one of those where it did.
+        description: empty if all ranks are alike.
+    """
+
+    rank: int
+    description: str
+
+
+def find_origin(ranks: Sequence[Sequence[float]]) -> Origin:
+    """
+    Args:
+        ranks: for each its last loss, and the update since which its gradients are not finite.
+    """
+    began = min(since for _, since in ranks)
+    first = [rank for rank, (_, since) in enumerate(ranks) if since == began]
+    bad = [rank for rank, (loss, _) in enumerate(ranks) if not math.isfinite(loss)]
+    if began < math.inf and len(first) < len(ranks):
+        return Origin(
+            first[0], f"it began with the gradients of {_ranks(first)} at update {began:g}"
+        )
+    if 0 < len(bad) < len(ranks):
+        return Origin(bad[0], f"the loss of {_ranks(bad)} alone is not finite")
+    return Origin(0, "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def diagnose(

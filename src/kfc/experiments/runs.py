@@ -143,14 +143,29 @@ class RunFolder:
         self._events: EventLog | None = None
 
     @classmethod
-    def create(cls, path: Path, config: RunConfig, data_digest: str, name: str) -> RunFolder:
-        """A new folder. It appears with its config complete, or not at all."""
+    def create(
+        cls,
+        path: Path,
+        config: RunConfig,
+        data_digest: str,
+        name: str,
+        *,
+        processes: int = 1,
+        job: str | None = None,
+    ) -> RunFolder:
+        """A new folder. It appears with its config complete, or not at all.
+
+        Args:
+            processes: that train together.
+            job: see :func:`is_of_job`.
+        """
         header = {
             "format": FORMAT,
             "name": name,
             "config": config.to_dict(),
             "data_digest": data_digest,
-            "environment": environment(),
+            "environment": {**environment(), "processes": processes},
+            "job": job,
         }
         create_folder(path, CONFIG, header)
         return cls(path, config, data_digest, name)
@@ -215,6 +230,42 @@ class RunFolder:
             self._metrics.truncate(kept)
             self._metrics.seek(kept)
         return state
+
+
+class ForeignFolder:
+    """A run's folder on the ranks that leave it to rank 0: nothing is written, and none read."""
+
+    def __init__(self, path: Path, config: RunConfig, data_digest: str) -> None:
+        self.path = path
+        self.config = config
+        self.data_digest = data_digest
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        pass
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def load(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def is_of_job(path: Path, config: RunConfig, job: str | None) -> bool:
+    """Whether a folder is of this run, begun by the same job before its processes were restarted.
+
+    Args:
+        job: what the launcher calls it; ``None`` if nobody starts processes again.
+    """
+    if job is None:
+        return False
+    try:
+        header = _read_header(path)
+    except RunError:  # whatever it is
+        return False
+    return header.get("job") == job and bool(header["config"] == config)
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:

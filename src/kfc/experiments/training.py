@@ -1,7 +1,11 @@
-"""The training loop: one run, in slices, from which it can go on after any interruption."""
+"""The training loop: one run, in slices, from which it can go on after any interruption.
+
+Several ranks run it in step: what they decide by, they have agreed on before.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,14 +16,21 @@ import torch
 from torch import Tensor
 
 from kfc.budget import now
+from kfc.distributed.workers import Workers
 from kfc.experiments.config import RunConfig
 from kfc.experiments.costs import Costs
 from kfc.experiments.data import Dataset
-from kfc.experiments.diagnosis import diagnose
+from kfc.experiments.diagnosis import diagnose, find_origin
 from kfc.experiments.evaluation import channels_last
 from kfc.experiments.optimizers import Stepper
 from kfc.experiments.parts import Parts
-from kfc.experiments.runs import RunError, RunFolder
+from kfc.experiments.processes import (
+    Launch,
+    explained_collectives,
+    failing_together,
+    gather_texts,
+)
+from kfc.experiments.runs import ForeignFolder, RunError, RunFolder
 from kfc.optimizers import KFAC
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.randomness import (
@@ -38,18 +49,23 @@ class Trainer:
 
     Args:
         parts: made from the folder's config.
+        folder: rank 0's; the other ranks have none.
         on_row: called with every row of metrics as it is written.
 
     Attributes:
         update: how many were made.
-        seconds: of training, without evaluations and checkpoints.
+        seconds: of training, without evaluations and checkpoints; the slowest rank's.
         end: why the run is over, or ``None``.
     """
 
     def __init__(
-        self, parts: Parts, folder: RunFolder, on_row: Callable[[Row], None] = lambda row: None
+        self,
+        parts: Parts,
+        folder: RunFolder | ForeignFolder,
+        on_row: Callable[[Row], None] = lambda row: None,
     ) -> None:
         self.parts = parts
+        self.workers = parts.workers
         self.folder = folder
         self.update = 0
         self.seconds = 0.0
@@ -77,38 +93,61 @@ class Trainer:
         *,
         name: str,
         on_row: Callable[[Row], None] = lambda row: None,
+        workers: Workers | None = None,
     ) -> Trainer:
         """A new run in a new folder."""
-        parts = Parts(config, data)
-        trainer = cls(parts, RunFolder.create(path, config, data.digest, name), on_row)
+        workers = workers or Workers(None)
+        digest = workers.share(data.digest)
+        with failing_together(workers):
+            _require_data(data, digest, "rank 0 has")
+        parts = Parts(config, data, workers)
+        with failing_together(workers):
+            folder = _new_folder(path, config, data.digest, name, workers)
+        trainer = cls(parts, folder, on_row)
         trainer._begin()
         return trainer
 
     @classmethod
     def resume(
         cls,
-        folder: RunFolder,
+        folder: RunFolder | ForeignFolder,
         data: Dataset,
         *,
         on_row: Callable[[Row], None] = lambda row: None,
+        workers: Workers | None = None,
     ) -> Trainer:
-        """Go on from a folder's last checkpoint, or from the beginning if there is none."""
-        if data.digest != folder.data_digest:
-            raise RunError(
-                f"{folder.path} was trained on other data: its {folder.config.data} has digest "
-                f"{folder.data_digest}, the one here {data.digest}"
-            )
-        trainer = cls(Parts(folder.config, data), folder, on_row)
-        state = folder.load()
+        """Go on from a folder's last checkpoint, or from the beginning if there is none.
+
+        Of how many ranks the checkpoint was makes no difference to the state.
+        """
+        workers = workers or Workers(None)
+        with failing_together(workers):
+            _require_data(data, folder.data_digest, f"{folder.path} was trained on")
+        trainer = cls(Parts(folder.config, data, workers), folder, on_row)
+        with failing_together(workers):
+            state = folder.load()
+        state = workers.share(state)
         if state is None:
             trainer._begin()
         else:
-            trainer._restore(state)
+            with failing_together(workers):  # one state, so that it fits on all ranks or on none
+                trainer._restore(state)
         return trainer
 
     def _seeded_random_state(self) -> list[Tensor]:
         with forked_random_state(self._accelerators):
             torch.manual_seed(self.folder.config.seed)
+            return self._own_random_state(get_random_state(self._accelerators))
+
+    def _own_random_state(self, of_rank_0: list[Tensor]) -> list[Tensor]:
+        """Another for each rank, so that no two drop out the same; it follows from rank 0's."""
+        if self.workers.rank == 0:
+            return of_rank_0
+        digest = hashlib.sha256(f"rank {self.workers.rank}".encode())
+        for state in of_rank_0:
+            digest.update(state.numpy().tobytes())
+        with forked_random_state(self._accelerators):
+            torch.manual_seed(int.from_bytes(digest.digest()[:8], "big") >> 1)
             return get_random_state(self._accelerators)
 
     def _begin(self) -> None:
@@ -132,15 +171,25 @@ class Trainer:
         """Train for so many seconds, or to the end; whether there is more to do."""
         until = self.seconds + seconds
         with self._at_work():
-            while self.end is None and self.seconds < until and not interrupted():
+            stop = self._agree(interrupted())
+            while self.end is None and self.seconds < until and not stop:
+                self.workers.at(self.update)
                 try:
-                    self._train_once()
+                    with explained_collectives(self.workers):
+                        self._train_once()
                 except FloatingPointError as error:  # of KFAC, which has tried what it can
                     self._end("diverged", f"{error}; {self._diagnosis()}")
                 else:
+                    stop = self._agree(interrupted())
                     self._look_after()
             self._wait_for_device()
         return self.end is None
+
+    def _agree(self, interrupted: bool = False) -> bool:
+        """Let all ranks have one time; whether any of them was interrupted."""
+        numbers = [self._costs.training_seconds, float(interrupted)]
+        self.seconds, stop = self.workers.largest(numbers, "agreement")
+        return bool(stop)
 
     def _train_once(self) -> None:
         """One update."""
@@ -156,8 +205,8 @@ class Trainer:
         self.update += 1
         with costs.measured("optimizer"):
             parts.averages.update(self.update)
+            parts.replica.after_update(self.update)
         self._loss = loss.detach()
-        self.seconds = costs.training_seconds
 
     def _descend(self, optimizer: Stepper, images: Tensor, labels: Tensor) -> Tensor:
         """The usual loop's body; the loss before the step."""
@@ -188,10 +237,11 @@ class Trainer:
         if not (logs or evaluates or saves or reason):
             return  # to read the loss makes the host wait, so not at every update
         self._wait_for_device()
-        if self._end_if_not_finite(self._loss.item()):
+        [loss] = self.workers.mean([self._loss.item()], "loss")
+        if self._end_if_not_finite(loss):
             return
         if logs:
-            self._log()
+            self._log(loss)
         if evaluates or reason:
             self._evaluate()
             if self._end_if_not_finite(self.last_evaluation["train_loss"]):
@@ -205,7 +255,7 @@ class Trainer:
         """What it still has to do belongs to the updates so far."""
         with self._costs.measured("optimizer"):
             now(self.parts.device)
-        self.seconds = self._costs.training_seconds
+        self._agree()
 
     def _end_if_not_finite(self, loss: float) -> bool:
         """Before a checkpoint could keep it."""
@@ -252,6 +302,7 @@ class Trainer:
     def _evaluate(self) -> None:
         """Errors of the parameters and of their averages, on both splits."""
         parts, measures = self.parts, {}
+        parts.replica.take_buffers_of_rank_0(parts.averages)
         for kind, examples in (("train", parts.train), ("test", parts.test)):
             measures[f"{kind}_loss"], measures[f"{kind}_error"] = parts.evaluate(examples)
             with parts.averages.swapped_in():
@@ -266,12 +317,12 @@ class Trainer:
         self.last_evaluation = row
         self._write(row)
 
-    def _log(self) -> None:
+    def _log(self, loss: float) -> None:
         update, seconds = self._last_log
         examples = (self.update - update) * self.folder.config.batch_size
         row = {
             **self._position("progress"),
-            "loss": self._loss.item(),
+            "loss": loss,
             "images_per_second": examples / max(self.seconds - seconds, 1e-9),
         }
         if isinstance(self.parts.optimizer, CurvatureOptimizer):
@@ -296,6 +347,13 @@ class Trainer:
         self._on_row(row)
 
     def _diagnosis(self) -> str:
+        """Of the rank where it began, if that is one among several."""
+        loss, since = self._loss.item(), self.parts.replica.bad_since()
+        origin = find_origin(self.workers.gather([loss, since]))
+        diagnosis = gather_texts(self.workers, self._own_diagnosis())[origin.rank]
+        return "; ".join(part for part in (origin.description, diagnosis) if part)
+
+    def _own_diagnosis(self) -> str:
         config = self.folder.config
         return diagnose(
             self.parts.model,
@@ -331,7 +389,7 @@ class Trainer:
             self.parts.model.load_state_dict(state["model"])
             self.parts.optimizer.load_state_dict(state["optimizer"])
             self.parts.averages.load_state_dict(state["averages"])
-            self._random = state["random"]
+            self._random = self._own_random_state(state["random"])
             self.update, self.seconds = state["update"], state["seconds"]
             self._last_log = tuple(state["last_log"])
             self.last_evaluation = state["last_evaluation"]
@@ -356,6 +414,22 @@ class Trainer:
             finally:
                 self._working = False
                 self._random = get_random_state(self._accelerators)
+
+
+def _require_data(data: Dataset, digest: str, whose: str) -> None:
+    if data.digest != digest:
+        raise RunError(
+            f"{whose} other data: their {data.name} has digest {digest}, the one here {data.digest}"
+        )
+
+
+def _new_folder(
+    path: Path, config: RunConfig, digest: str, name: str, workers: Workers
+) -> RunFolder | ForeignFolder:
+    if workers.rank > 0:
+        return ForeignFolder(path, config, digest)
+    job = Launch.from_environment().job
+    return RunFolder.create(path, config, digest, name, processes=workers.size, job=job)
 
 
 def _diagnostics(optimizer: Any) -> Row:
