@@ -306,6 +306,7 @@ class Preconditioner:
         """Remove every hook from the model, and end the worker; the factors stay readable."""
         self._capture.close()
         self.renewal.close()
+        self.workers.close()
 
     @property
     def diagnostics(self) -> dict[str, Any]:
@@ -493,6 +494,7 @@ class Preconditioner:
 
     def _be_at(self, steps: int) -> None:
         self.steps = steps
+        self.workers.at(steps + 1)
         self.gathering.due = is_due(self.statistics_period, steps + 1)
 
     def skip_step(self, *, quietly: bool = False) -> None:

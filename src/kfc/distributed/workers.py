@@ -154,8 +154,9 @@ class Workers:
             dist.broadcast(data, group_src=0, group=self.group)
         if self.rank == 0:
             return value
-        received = io.BytesIO(data.cpu().numpy().tobytes())
-        return torch.load(received, map_location="cpu", weights_only=True)
+        received = bytearray(length)
+        torch.frombuffer(received, dtype=torch.uint8).copy_(data)
+        return torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
 
     # Faults
 

@@ -1,0 +1,254 @@
+"""Several ranks and a worker for inverses: `python benchmarks/distributed.py --help`.
+
+Three tables. "ranks": images per second of one process with all cores against one process for each
+core, which share the batch. "worker": what inverses add to a step when they are renewed in it, and
+when a thread does so beside it. "traffic": bytes sent per step, by placement. Within a table all
+settings take turns in one run, and ratios are taken within each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from machine import machine
+from networks import NETWORKS
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import kfc
+from kfc.budget import longest
+from kfc.preconditioner import DEFAULT_INVERSE_PERIOD, DEFAULT_STATISTICS_PERIOD
+
+SECTIONS = ("ranks", "worker", "traffic")
+LR = 1e-4
+NEVER = 10**9
+# As long as the longest period, so that every part is in it as often as in a long training.
+STEPS = longest(DEFAULT_INVERSE_PERIOD)
+PERIODS = (1, 2, 5, 10, 20)
+PLACEMENTS = ("replicated", "shared", "gradients", "auto")
+SETTLED: Mapping[str, Any] = {
+    "statistics_period": longest(DEFAULT_STATISTICS_PERIOD),
+    "inverse_period": STEPS,
+}
+
+Run = Callable[[], None]
+
+
+def training(
+    run: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor
+) -> Run:
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(run(images), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+def seconds_of(step: Run, steps: int, threads: int) -> float:
+    """Per step."""
+    torch.set_num_threads(threads)
+    step()  # to wake the threads up
+    start = perf_counter()
+    for _ in range(steps):
+        step()
+    return (perf_counter() - start) / steps
+
+
+# Ranks
+
+
+def optimizer_of(name: str, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    if name == "SGD":
+        return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    return kfc.KFC(model, lr=LR, **SETTLED, **options)
+
+
+def time_ranks(rank: int, size: int, options: argparse.Namespace, folder: str) -> None:
+    """In every rank: turns of all ranks together, and of rank 0 alone while the others wait."""
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
+    network = NETWORKS[options.network]
+    torch.manual_seed(0)
+    images, labels = network.data(options.batch, torch.device("cpu"))
+    mine = slice(rank * options.batch // size, (rank + 1) * options.batch // size)
+    seconds: dict[str, list[float]] = {}
+    together, alone = {}, {}
+    for name in ("SGD", "KFC"):
+        run = DistributedDataParallel(network.model(torch.device("cpu")))
+        together[name] = training(run, optimizer_of(name, run), images[mine], labels[mine])
+        model = network.model(torch.device("cpu"))
+        group = {"process_group": None} if name == "KFC" else {}
+        alone[name] = training(model, optimizer_of(name, model, **group), images, labels)
+    cores = os.cpu_count() or 1
+    for turn in range(options.rounds + 1):
+        for name in together:
+            parallel = seconds_of(together[name], STEPS, max(1, cores // size))
+            single = seconds_of(alone[name], STEPS, cores) if rank == 0 else 0.0
+            dist.barrier()
+            if turn:  # the first warms up
+                seconds.setdefault(f"{name}, {size} processes", []).append(parallel)
+                seconds.setdefault(f"{name}, one process", []).append(single)
+    if rank == 0:
+        Path(folder, "seconds.json").write_text(json.dumps(seconds))
+    dist.destroy_process_group()
+
+
+def measure_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(time_ranks, (options.ranks, options, folder), options.ranks)
+        seconds = json.loads(Path(folder, "seconds.json").read_text())
+    rows = []
+    for name in ("SGD", "KFC"):
+        one = seconds[f"{name}, one process"]
+        many = seconds[f"{name}, {options.ranks} processes"]
+        ratios = [a / b for a, b in zip(one, many, strict=True)]
+        rows.append(
+            {
+                "optimizer": name,
+                "one process": options.batch / statistics.median(one),
+                f"{options.ranks} processes": options.batch / statistics.median(many),
+                "ratio": statistics.median(ratios),
+                "lowest": min(ratios),
+                "highest": max(ratios),
+            }
+        )
+    return rows
+
+
+# Inverses beside training
+
+
+def measure_worker(options: argparse.Namespace) -> list[dict[str, Any]]:
+    network = NETWORKS[options.network]
+    torch.manual_seed(0)
+    images, labels = network.data(options.batch, torch.device("cpu"))
+    cores = os.cpu_count() or 1
+
+    def step_of(period: int, worker: str | None) -> Run:
+        model = network.model(torch.device("cpu"))
+        optimizer = kfc.KFC(
+            model,
+            lr=LR,
+            fisher_clip=None,
+            statistics_period=SETTLED["statistics_period"],
+            inverse_period=period,
+            inverse_worker=worker,
+            inverse=options.inverse,
+        )
+        return training(model, optimizer, images, labels)
+
+    never = step_of(NEVER, None)
+    steps = {(p, w): step_of(p, w) for p in PERIODS for w in (None, "thread")}
+    ratios: dict[tuple[int, str | None], list[float]] = {key: [] for key in steps}
+    for turn in range(options.rounds + 1):
+        plain = seconds_of(never, STEPS, cores)
+        for key, step in steps.items():
+            taken = seconds_of(step, STEPS, cores)
+            if turn:
+                ratios[key].append(taken / plain)
+    return [
+        {
+            "inverse_period": period,
+            "in the step": statistics.median(ratios[period, None]) - 1,
+            "beside it": statistics.median(ratios[period, "thread"]) - 1,
+        }
+        for period in PERIODS
+    ]
+
+
+# Traffic
+
+
+def count_traffic(rank: int, size: int, options: argparse.Namespace, folder: str) -> None:
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
+    network = NETWORKS[options.network]
+    torch.set_num_threads(1)
+    images, labels = network.data(8, torch.device("cpu"))
+    rows = []
+    for placement in PLACEMENTS:
+        run = DistributedDataParallel(network.model(torch.device("cpu")))
+        optimizer = kfc.KFC(run, lr=LR, **SETTLED, inverse_placement=placement)
+        step = training(run, optimizer, images, labels)
+        step()
+        before = optimizer.diagnostics["ranks"]["sent"]
+        for _ in range(STEPS):
+            step()
+        after = optimizer.diagnostics["ranks"]["sent"]
+        sent = {about: (after[about] - before.get(about, 0)) / STEPS for about in after}
+        gradients = sum(p.numel() * p.element_size() for p in run.parameters())
+        placed = optimizer.diagnostics["ranks"]["placement"].values()
+        rows.append(
+            {
+                "placement": placement,
+                "gradients (DDP)": gradients,
+                "statistics": sent["statistics"],
+                "inverses": sent.get("inverses", 0),
+                "natural gradients": sent.get("natural gradients", 0),
+                "layers: everywhere, sent, kept": [
+                    sum(p["owner"] is None for p in placed),
+                    sum(p["owner"] is not None and not p["kept"] for p in placed),
+                    sum(p["kept"] for p in placed),
+                ],
+            }
+        )
+        optimizer.close()
+    if rank == 0:
+        Path(folder, "rows.json").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def measure_traffic(options: argparse.Namespace) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(count_traffic, (options.ranks, options, folder), options.ranks)
+        rows: list[dict[str, Any]] = json.loads(Path(folder, "rows.json").read_text())
+    return rows
+
+
+# The command
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    print(f"\n{title}\n")
+    print("| " + " | ".join(rows[0]) + " |")
+    print("|" + "---|" * len(rows[0]))
+    for row in rows:
+        print("| " + " | ".join(_cell(value) for value in row.values()) + " |")
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else f"{value}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--network", choices=NETWORKS, default="cifar10")
+    parser.add_argument("--batch", type=int, default=512, help="of all ranks together")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--inverse", choices=("factored", "eigen"), default="factored")
+    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    options = parser.parse_args()
+    measures = {"ranks": measure_ranks, "worker": measure_worker, "traffic": measure_traffic}
+    found: dict[str, Any] = {"machine": machine(torch.device("cpu")), "options": str(options)}
+    for section in options.sections:
+        found[section] = measures[section](options)
+        show(section, found[section])
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()
