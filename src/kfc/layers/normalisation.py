@@ -21,6 +21,7 @@ from kfc.layers.base import (
     Statistics,
     is_sequence_first,
 )
+from kfc.layers.synchronised import batch_moments, synchronising_group
 
 
 class NormalisationHandler(Handler):
@@ -37,8 +38,11 @@ class NormalisationHandler(Handler):
         return "channel blocks"
 
     @abstractmethod
-    def normaliser(self) -> Callable[[Tensor], Tensor]:
-        """What makes x_hat of inputs, shaped like them; as the module would now, also later on."""
+    def normaliser(self, inputs: Tensor) -> Callable[[Tensor], Tensor]:
+        """What makes x_hat of a call's inputs, shaped like them; as the module did, also later on.
+
+        The result takes the inputs anew and should not hold them.
+        """
 
     @abstractmethod
     def channel_rows(self, values: Tensor, examples: int) -> Tensor:
@@ -98,7 +102,7 @@ class _NormalisationStatistics(Statistics):
 
     def forward(self, inputs: Tensor, outputs: Tensor) -> _Kept:
         # The inputs, and not what they become.
-        return _Kept(KeptInputs.of(inputs), self.handler.normaliser())
+        return _Kept(KeptInputs.of(inputs), self.handler.normaliser(inputs))
 
     def backward(self, kept: _Kept, derivatives: Tensor, examples: int) -> None:
         derivatives = derivatives.detach().to(self.handler.dtype)
@@ -173,16 +177,27 @@ class _ChannelSecond(NormalisationHandler):
 
 
 class BatchNormHandler(_ChannelSecond):
-    """``nn.BatchNorm*d`` and ``nn.SyncBatchNorm``, with batch or running statistics."""
+    """``nn.BatchNorm*d`` and ``nn.SyncBatchNorm``, with batch or running statistics.
+
+    A SyncBatchNorm's batch is that of all ranks, which find its statistics together in ``forward``.
+    """
 
     module: _BatchNorm
 
-    def normaliser(self) -> Callable[[Tensor], Tensor]:
+    def normaliser(self, inputs: Tensor) -> Callable[[Tensor], Tensor]:
         norm = self.module
-        uses_batch = norm.training or norm.running_mean is None
-        mean, variance = (None, None) if uses_batch else _running_statistics(norm, self.dtype)
-        eps = norm.eps
-        return lambda inputs: F.batch_norm(inputs, mean, variance, training=uses_batch, eps=eps)
+        mean, variance = self._statistics(inputs)
+        alone, eps = mean is None, norm.eps
+        return lambda inputs: F.batch_norm(inputs, mean, variance, training=alone, eps=eps)
+
+    def _statistics(self, inputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """By which the module normalises; ``None`` if they are those of its inputs alone."""
+        group = synchronising_group(self.module)
+        if group is not None:
+            return batch_moments(inputs.to(self.dtype), group)
+        if self.module.training or self.module.running_mean is None:
+            return None, None
+        return _running_statistics(self.module, self.dtype)
 
 
 def _running_statistics(
@@ -199,7 +214,7 @@ class InstanceNormHandler(_ChannelSecond):
 
     module: _InstanceNorm
 
-    def normaliser(self) -> Callable[[Tensor], Tensor]:
+    def normaliser(self, inputs: Tensor) -> Callable[[Tensor], Tensor]:
         norm = self.module
         uses_input = norm.training or not norm.track_running_stats
         mean, variance = (None, None) if uses_input else _running_statistics(norm, self.dtype)
@@ -224,7 +239,7 @@ class GroupNormHandler(_ChannelSecond):
 
     module: nn.GroupNorm
 
-    def normaliser(self) -> Callable[[Tensor], Tensor]:
+    def normaliser(self, inputs: Tensor) -> Callable[[Tensor], Tensor]:
         norm = self.module
         return lambda inputs: F.group_norm(inputs, norm.num_groups, eps=norm.eps)
 
@@ -234,7 +249,7 @@ class LayerNormHandler(NormalisationHandler):
 
     module: nn.LayerNorm
 
-    def normaliser(self) -> Callable[[Tensor], Tensor]:
+    def normaliser(self, inputs: Tensor) -> Callable[[Tensor], Tensor]:
         norm = self.module
         return lambda inputs: F.layer_norm(inputs, norm.normalized_shape, eps=norm.eps)
 
@@ -253,7 +268,7 @@ class RMSNormHandler(LayerNormHandler):
     module: nn.RMSNorm  # type: ignore[assignment]
     roles: ClassVar[tuple[str, ...]] = ("weight",)
 
-    def normaliser(self) -> Callable[[Tensor], Tensor]:
+    def normaliser(self, inputs: Tensor) -> Callable[[Tensor], Tensor]:
         norm = self.module
         return lambda inputs: F.rms_norm(inputs, list(norm.normalized_shape), eps=norm.eps)
 
