@@ -4,6 +4,9 @@ J is the Jacobian of the model's outputs in its parameters, R the Hessian of the
 outputs (see :mod:`kfc.likelihoods` for its scale). The model runs as it is, in training or in
 evaluation mode, once per product; its buffers, gradients and the global random state stay as they
 were, and dropout draws the mask that the next forward pass would draw.
+
+Where :class:`torch.nn.SyncBatchNorm` joins the batches of several ranks, these ask for a product
+together, and what they get adds up to the product for the sum of their losses.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -24,6 +27,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from kfc.capture import ModelCall, suspended
 from kfc.checks import widest
+from kfc.layers.synchronised import normalise_over_ranks, synchronising_group
 from kfc.likelihoods import Likelihood, resolve_likelihood
 from kfc.randomness import accelerators_of, forked_random_state, set_random_state
 from kfc.session import without_autocast
@@ -153,6 +157,7 @@ def _dual_run(
         stack.enter_context(_random_state_of(call, model))
         stack.enter_context(forward_ad.dual_level())
         stack.enter_context(_attention_with_forward_mode())
+        stack.enter_context(_synchronised_with_forward_mode(model))
         stack.enter_context(_WithoutZeroTangents())
         if call.autocast is not None:
             stack.enter_context(torch.autocast(call.autocast[0], dtype=call.autocast[1]))
@@ -248,6 +253,25 @@ def _attention_with_forward_mode() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+@contextmanager
+def _synchronised_with_forward_mode(model: nn.Module) -> Iterator[None]:
+    """torch's batch normalisation over several ranks has none; a subclass may have its own."""
+    replaced = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.SyncBatchNorm)
+        and synchronising_group(module) is not None
+        and getattr(module.forward, "__func__", None) is nn.SyncBatchNorm.forward
+    ]
+    for module in replaced:
+        vars(module)["forward"] = partial(normalise_over_ranks, module)
+    try:
+        yield
+    finally:
+        for module in replaced:
+            vars(module).pop("forward", None)
 
 
 @contextmanager
