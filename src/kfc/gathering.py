@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from kfc.distributed.exchange import Exchange
 from kfc.fisher import Output, select_output
 from kfc.generator import OwnGenerator
 from kfc.layers import Statistics, mixes_examples
+from kfc.layers.synchronised import mixes_ranks
 from kfc.likelihoods import Likelihood
 from kfc.session import Session, without_autocast
 
@@ -112,6 +114,11 @@ class Gathering:
             self._send()
 
     def _gather(self, selected: Tensor, session: Session) -> None:
+        if self.workers.size == 1 and mixes_ranks(self.model):
+            raise ValueError(
+                "the model's SyncBatchNorm joins the examples of several ranks, but its optimizer "
+                "was made for one process alone; give it the ranks' process_group"
+            )
         session.examples = selected.shape[0]
         if self.fisher == "empirical":
             # The calls' hooks do the rest; their edges would hold the graph in a cycle.
@@ -121,11 +128,12 @@ class Gathering:
         start = now(self.clock_device)
         with torch.no_grad(), without_autocast(selected.device):
             together = not (mixes_examples(self.model) or session.shares_rows())
+            # As if of one example: complete knows how many there are in all. Before the backward
+            # pass, which may carry derivatives to other ranks, whose batches are not as large.
+            scale = math.sqrt(self.likelihood.growth(session.examples, 1))
             for derivative in self._output_derivatives(selected.detach(), together):
-                session.backward(selected, derivative)
-            # As if of one example: complete knows how many there are in all.
-            scale = self.likelihood.growth(session.examples, 1)
-            self.curvature.add(session.moments(), scale)
+                session.backward(selected, scale * derivative)
+            self.curvature.add(session.moments())
             self._pending_examples += session.examples
         self.spent += session.seconds + now(self.clock_device) - start
 
@@ -139,14 +147,27 @@ class Gathering:
             generator = self.generator.of_rank(self.workers.rank, self.workers.size, outputs.device)
             yield self.likelihood.sample_derivative(outputs, generator)
             return
-        columns = self.likelihood.columns_per_example(outputs) * (1 if together else len(outputs))
+        own = self.likelihood.columns_per_example(outputs) * (1 if together else len(outputs))
+        turns = {self.workers.rank: own}
+        if mixes_ranks(self.model):
+            # A column of one rank reaches the examples of all, who have to carry it back together.
+            turns = {rank: int(n) for rank, (n,) in enumerate(self.workers.gather([own]))}
+        columns = sum(turns.values())
         if columns > MAX_EXACT_COLUMNS:
             behind = "" if together else " behind batch normalisation or rows that examples share"
+            behind += f" of {len(turns)} ranks" if len(turns) > 1 else ""
             raise ValueError(
                 f'fisher="exact" takes one backward pass for each of the {columns} columns of an '
                 f"output of shape {tuple(outputs.shape)}{behind}, more than {MAX_EXACT_COLUMNS}; "
                 'use fisher="sampled"'
             )
+        for rank, turn in turns.items():
+            if rank == self.workers.rank:
+                yield from self._exact_columns(outputs, together)
+            else:
+                yield from (torch.zeros_like(outputs) for _ in range(turn))
+
+    def _exact_columns(self, outputs: Tensor, together: bool) -> Iterator[Tensor]:
         for column in self.likelihood.derivative_columns(outputs):
             if together:
                 yield column
