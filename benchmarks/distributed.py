@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kfc
 from kfc.budget import longest
-from kfc.preconditioner import DEFAULT_INVERSE_PERIOD, DEFAULT_STATISTICS_PERIOD
+from kfc.schedule import DEFAULT_INVERSE_PERIOD, DEFAULT_STATISTICS_PERIOD
 
 SECTIONS = ("ranks", "worker", "traffic")
 LR = 1e-4

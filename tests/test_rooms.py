@@ -34,6 +34,8 @@ ROOMS = [
     "gathering",
     "description",
     "renewal",
+    "schedule",
+    "teamwork",
     "preconditioner",
     "analysis",
     "optimizers",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kfc.budget import Budget, longest, now
+from kfc.budget import longest
 from kfc.buffers import SavedBuffers
 from kfc.capture import Capture
 from kfc.checks import (
@@ -24,8 +24,6 @@ from kfc.checks import (
 from kfc.curvature import Curvature
 from kfc.description import describe_layers
 from kfc.distributed import join_workers
-from kfc.distributed.consistency import require_same
-from kfc.distributed.exchange import statistics_bytes
 from kfc.distributed.inverter import Inverter
 from kfc.distributed.placement import PLACEMENTS, PlacementKind, place, size_of
 from kfc.distributed.sharding import refuse_sharded, refuse_sharding_wrapper
@@ -37,18 +35,16 @@ from kfc.layers import KroneckerHandler, NormalisationHandler, plan_layers
 from kfc.layers.base import DEFAULT_MAX_FACTOR_SIZE
 from kfc.layers.structures import STRUCTURES
 from kfc.likelihoods import Likelihood, resolve_likelihood
-from kfc.periods import Period, Stretch, is_due, require_period
+from kfc.periods import Period, is_due, require_period
 from kfc.randomness import accelerators_of, forked_random_state
 from kfc.renewal import INVERSE_WORKERS, InverseWorkerKind, Renewal
+from kfc.schedule import DEFAULT_INVERSE_PERIOD, Schedule
 from kfc.session import without_autocast
 from kfc.skipping import SkippedSteps, named_ranks
+from kfc.teamwork import describe_ranks, require_equal_ranks
 
 InverseKind = Literal["factored", "eigen"]
 CurvatureKind = Literal["kfc", "sua", "prong", "diagonal", "ekfac"]
-
-# Why these: see docs/choosing.md.
-DEFAULT_STATISTICS_PERIOD = Stretch(10)
-DEFAULT_INVERSE_PERIOD = Stretch(20)
 
 STATE_KEYS = ("steps", "skipped_steps", "generator", "budget", "curvature", "renewal")
 
@@ -160,15 +156,12 @@ class Preconditioner:
         model, self.workers = join_workers(model, process_group)
         self.model = model
         self.damping = damping
-        self.statistics_period: Period = statistics_period or DEFAULT_STATISTICS_PERIOD
-        self.inverse_period: Period = inverse_period or DEFAULT_INVERSE_PERIOD
-        self.budget: Budget | None = None
-        if overhead is not None:
-            self.budget = Budget(overhead, statistics_period, inverse_period)
+        device = next(model.parameters()).device
+        self.schedule = Schedule(statistics_period, inverse_period, overhead, device, self.workers)
         self.factor_decay = factor_decay
         self.plan = plan_layers(model, max_factor_size, curvature)
         sizes = {name: size_of(handler, inverse) for name, handler in self.plan.handlers.items()}
-        period = longest(self.inverse_period)
+        period = longest(inverse_period or DEFAULT_INVERSE_PERIOD)
         placements = place(sizes, self.workers.size, inverse_placement, period)
         inverter = Inverter(self.plan.handlers, inverse, self.workers, placements)
         self.curvature = Curvature(self.plan, inverter)
@@ -194,12 +187,7 @@ class Preconditioner:
         # Whether the step in progress is bad, if only the device knows; and if so, without warning.
         self.in_doubt: Tensor | None = None
         self._quietly: Tensor | None = None
-        self._measured: dict[str, float] = {}
-        self.seconds: dict[str, float] = {}
-        self.total_seconds: dict[str, float] = {}
-        # How many exact Fisher norms an optimizer expects to take per step.
-        self.norm_rate = 0.0
-        self._set_periods()
+        self.gathering.clock_device = self.schedule.clock_device
         self._capture = Capture(
             model, self.plan.handlers, self.gathering, during_backward=fisher == "empirical"
         )
@@ -324,40 +312,15 @@ class Preconditioner:
         return {
             "step": self.steps,
             "skipped_steps": self.skipped_steps.count(),
-            "seconds": {"statistics": self.gathering.seconds, **self.seconds},
-            "total_seconds": {"statistics": self.gathering.total_seconds, **self.total_seconds},
-            "periods": self._describe_periods(),
+            "seconds": {"statistics": self.gathering.seconds, **self.schedule.seconds},
+            "total_seconds": {
+                "statistics": self.gathering.total_seconds,
+                **self.schedule.total_seconds,
+            },
+            "periods": self.schedule.describe(self.steps + 1),
             "staleness": self.steps - self.renewal.made_at if self.renewal.made_at else None,
-            "ranks": self._describe_ranks(),
+            "ranks": describe_ranks(self.curvature),
             "layers": layers,
-        }
-
-    def _describe_ranks(self) -> dict[str, Any] | None:
-        """Who does what, and what is sent; ``None`` for one process alone."""
-        if self.workers.size == 1:
-            return None
-        return {
-            "rank": self.workers.rank,
-            "size": self.workers.size,
-            "placement": {n: p._asdict() for n, p in self.curvature.inverter.placements.items()},
-            "sent": dict(self.workers.traffic),
-            "expected": self.expected_traffic(),
-        }
-
-    def expected_traffic(self) -> dict[str, int]:
-        """Bytes that one gathering of statistics, one renewal of inverses, one step send."""
-        curvature, handlers = self.curvature, self.plan.handlers
-        sizes = {
-            name: size_of(handler, curvature.inverse_kind) for name, handler in handlers.items()
-        }
-        shapes = {name: curvature.moment_shapes(name, afresh=False) for name in handlers}
-        numbers = {n: torch.finfo(h.dtype).bits // 8 for n, h in handlers.items()}
-        placed = curvature.inverter.placements
-        sent = [name for name in handlers if placed[name].owner is not None]
-        return {
-            "statistics": statistics_bytes(shapes, numbers, self.workers.size),
-            "inverses": sum(sizes[n].inverse_bytes for n in sent if not placed[n].kept),
-            "natural gradients": sum(sizes[n].gradient_bytes for n in sent if placed[n].kept),
         }
 
     # What optimizers built on it call: gradients, begin_step, precondition, end_step
@@ -409,50 +372,29 @@ class Preconditioner:
             self.gathering.complete(loss_scale)
             if self.steps == 0:
                 self._refuse_without_statistics(gradients)
-            self._note_plain_seconds()
-            self._check_consistency(gradients)
+            self.schedule.begin_measuring(self.gathering.started, self.gathering.spent)
+            self._compare_ranks(gradients)
             if not self._check(gradients, overflow, wait):
                 return False
-            with self.timed("averages"):
+            with self.schedule.timed("averages"):
                 self.curvature.take_up(self.factor_decay)
-            with self.timed("inverses"):
+            with self.schedule.timed("inverses"):
                 due = self._inverses_are_due()
                 self.renewal.renew(self.steps + 1, damping, due=due, at_once=renew)
         return True
 
-    def _check_consistency(self, gradients: Mapping[str, Tensor]) -> None:
+    def _compare_ranks(self, gradients: Mapping[str, Tensor]) -> None:
         """In the first step, and when asked for: whether all ranks have the same."""
         period, step = self.consistency_period, self.steps + 1
-        if self.workers.size == 1 or not (self.steps == 0 or (period and is_due(period, step))):
-            return
-        require_same(
-            self.workers,
-            {f"parameter {name!r}": p for name, p in self.model.named_parameters()},
-            f"step {step}",
-            "Ranks that differ train different models: give all the same seed, or wrap the model "
-            "in DistributedDataParallel before the optimizer is made",
-        )
-        require_same(
-            self.workers,
-            {f"the gradient of {name!r}": gradient for name, gradient in gradients.items()},
-            f"step {step}",
-            "Wrap the model in DistributedDataParallel and run the wrapper, or average gradients "
-            "over the ranks before step()",
-        )
-        require_same(
-            self.workers,
-            self.curvature.common_tensors(),
-            f"step {step}",
-            "The ranks compute different things from the same: do they have the same hardware and "
-            'number of threads? inverse_placement="shared" sends results instead',
-        )
+        if self.workers.size > 1 and (self.steps == 0 or (period and is_due(period, step))):
+            require_equal_ranks(self.model, self.curvature, gradients, step)
 
     def _inverses_are_due(self) -> bool:
-        return is_due(self.inverse_period, self.steps + 1)
+        return self.schedule.inverses_are_due(self.steps + 1)
 
     def _check(self, gradients: Mapping[str, Tensor], overflow: Tensor | None, wait: bool) -> bool:
         """Whether the batch may be used, as far as that is known."""
-        with self.timed("check"):
+        with self.schedule.timed("check"):
             traces = self.curvature.pending_traces()
             bad = ~all_finite([*largest_entries(gradients.values()), *traces])
             if overflow is not None:
@@ -474,7 +416,7 @@ class Preconditioner:
         Returns:
             Each parameter's part of vᵀ F̂_damped⁻¹ v, a scalar.
         """
-        with self.timed("natural gradient"), self._full_precision():
+        with self.schedule.timed("natural gradient"), self._full_precision():
             return self.curvature.precondition(vectors)
 
     def doubt(self, bad: Tensor, quietly: Tensor | None = None) -> None:
@@ -487,15 +429,15 @@ class Preconditioner:
         self._skipped_in_a_row = 0
         if self.in_doubt is not None:
             self.skipped_steps.add_on_device(self.in_doubt, self._quietly)
-        if self._measured:
-            self._measure_step()
+        self.schedule.end_measuring(self.steps + 1, self.gathering.spent)
+        self.gathering.clock_device = self.schedule.clock_device
         self._forget_batch()
         self._be_at(self.steps + 1)
 
     def _be_at(self, steps: int) -> None:
         self.steps = steps
         self.workers.at(steps + 1)
-        self.gathering.due = is_due(self.statistics_period, steps + 1)
+        self.gathering.due = self.schedule.statistics_are_due(steps + 1)
 
     def skip_step(self, *, quietly: bool = False) -> None:
         """Drop the batch's statistics, and count; what was due stays due."""
@@ -520,57 +462,7 @@ class Preconditioner:
     def _forget_doubts(self) -> None:
         """Also those that an exception in the last step left behind."""
         self.in_doubt = self._quietly = None
-        self._measured = {}
-
-    # Time
-
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Keep the seconds that a part of the step took, as the host sees them."""
-        start = now(self.gathering.clock_device)
-        yield
-        elapsed = now(self.gathering.clock_device) - start
-        self.seconds[part] = elapsed
-        self.total_seconds[part] = self.total_seconds.get(part, 0.0) + elapsed
-
-    def _note_plain_seconds(self) -> None:
-        """At the beginning of a measured step: what the user's own part of it took."""
-        gathering = self.gathering
-        if self.budget is not None and self.budget.measuring and gathering.started is not None:
-            total = now(gathering.clock_device) - gathering.started
-            self._measured = {"plain": total - gathering.spent}
-
-    def _measure_step(self) -> None:
-        """At the end of a measured step: what was ours; and the periods, if it was the last."""
-        assert self.budget is not None
-        every_step = self.seconds["check"] + self.seconds["natural gradient"]
-        self._measured["every_step"] = every_step + self.norm_rate * self.seconds.get("clip", 0.0)
-        if self.gathering.spent:
-            self._measured["statistics"] = self.gathering.spent + self.seconds["averages"]
-        if self._inverses_are_due():
-            self._measured["inverses"] = self.seconds["inverses"]
-        # All ranks must come to the same periods.
-        means = self.workers.mean(list(self._measured.values()))
-        self.budget.add(dict(zip(self._measured, means, strict=True)))
-        self._set_periods()
-
-    def _set_periods(self) -> None:
-        if self.budget is None:
-            return
-        self.statistics_period, self.inverse_period = self.budget.periods()
-        waits = next(self.model.parameters()).device if self.budget.measuring else None
-        self.gathering.clock_device = waits
-
-    def _describe_periods(self) -> dict[str, Any]:
-        """In force at the next step; and why, if they follow from a budget."""
-        lengths = {
-            name: period.at(self.steps + 1) if isinstance(period, Stretch) else period
-            for name, period in (
-                ("statistics", self.statistics_period),
-                ("inverse", self.inverse_period),
-            )
-        }
-        return {**lengths, **({} if self.budget is None else self.budget.summary())}
+        self.schedule.forget()
 
     def _full_precision(self) -> torch.autocast:
         return without_autocast(next(self.model.parameters()).device)
@@ -607,7 +499,7 @@ class Preconditioner:
             "steps": self.steps,
             "skipped_steps": self.skipped_steps.count(),
             "generator": self.gathering.generator.state_dict(),
-            "budget": None if self.budget is None else self.budget.state_dict(),
+            "budget": self.schedule.state_dict(),
             "curvature": self.curvature.state_dict(),
             "renewal": self.renewal.state_dict(),
         }
@@ -617,8 +509,7 @@ class Preconditioner:
         require_keys("preconditioner state", state, STATE_KEYS)
         for counter in ("steps", "skipped_steps"):
             require_whole(f"the state's {counter}", state[counter], low=0)
-        if state["budget"] is not None:
-            Budget.check_state(state["budget"])
+        Schedule.check_state(state["budget"])
         self.gathering.generator.check_state(state["generator"])
         self.curvature.check_state(state["curvature"])
         Renewal.check_state(state["renewal"])
@@ -629,9 +520,8 @@ class Preconditioner:
         self.skipped_steps.restore(state["skipped_steps"])
         self._forget_batch()
         self.gathering.generator.load_state_dict(state["generator"])
-        if self.budget is not None and state["budget"] is not None:
-            self.budget.load_state_dict(state["budget"])
-            self._set_periods()
+        self.schedule.load_state_dict(state["budget"])
+        self.gathering.clock_device = self.schedule.clock_device
         self._be_at(state["steps"])
         self.curvature.load_state_dict(state["curvature"])
         self.renewal.load_state_dict(state["renewal"])

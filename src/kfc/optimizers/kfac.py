@@ -266,11 +266,11 @@ class KFAC(CurvatureOptimizer):
             curvature.skip_step()
             return
         value = loss + self._penalty() if measures else loss
-        with curvature.timed("update"):
+        with curvature.schedule.timed("update"):
             self._remember(proposal.direction)
             self._place(proposal)
         if measures:
-            with curvature.timed("reduction ratio"):
+            with curvature.schedule.timed("reduction ratio"):
                 self._measure(objective, value, proposal)
         if self.averaging_timescale is not None:
             update_averages(self._averaged(), self.state, self.averaging_timescale, None)
@@ -356,7 +356,7 @@ class KFAC(CurvatureOptimizer):
         """Of the objective on the batch, on these directions."""
         count = len(vectors)
         products, decay = (torch.zeros(count + 1, count + 1).double() for _ in range(2))
-        with self.preconditioner.timed("model"):
+        with self.preconditioner.schedule.timed("model"):
             fisher = fisher_products(self.preconditioner.gathering, vectors)
             for group, parameters, names in self._by_group(gradient):
                 with without_autocast(parameters[0].device):

@@ -152,7 +152,7 @@ class KFC(CurvatureOptimizer):
         super().__init__(preconditioner, defaults, groups, averaging_timescale, fallback_lr)
         self.clip_fraction = clip_fraction
         self._clip = None if fisher_clip is None else FisherClip(fisher_clip, clip_period)
-        preconditioner.norm_rate = 0.0 if self._clip is None else self._clip.lowest_rate
+        preconditioner.schedule.norm_rate = 0.0 if self._clip is None else self._clip.lowest_rate
 
     # Algorithm 1
 
@@ -189,7 +189,7 @@ class KFC(CurvatureOptimizer):
         if not self._shorten(update, products):
             curvature.skip_step(quietly=overflow is not None and bool(overflow))
             return
-        with curvature.timed("update"):
+        with curvature.schedule.timed("update"):
             self._move(update, curvature.in_doubt)
         curvature.end_step()
 
@@ -255,7 +255,7 @@ class KFC(CurvatureOptimizer):
         estimate = self._estimated_norm(products)
         factor: float | Tensor | None
         if self._clip.is_due():
-            with self.preconditioner.timed("clip"):
+            with self.preconditioner.schedule.timed("clip"):
                 factor = self._clip.shorten(estimate, self._fisher_norm(update))
         else:
             factor = self._clip.guard(estimate)
