@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -133,15 +133,23 @@ class Ranks:
         self.kill()
         self._folder.cleanup()
 
-    def outcomes(self, timeout: float, after_failure: float | None = None) -> list[Outcome]:
+    def outcomes(
+        self,
+        timeout: float,
+        *,
+        of: Sequence[int] | None = None,
+        after_failure: float | None = None,
+    ) -> list[Outcome]:
         """What becomes of each rank; those that have not ended in time are killed.
 
         Args:
             timeout: seconds since the start.
+            of: the ranks to wait for; by default all.
             after_failure: how long to wait for the others once one has failed.
         """
         deadline = self._start + timeout
-        running = {process.sentinel: rank for rank, process in enumerate(self.processes)}
+        awaited = range(len(self.processes)) if of is None else of
+        running = {self.processes[rank].sentinel: rank for rank in awaited}
         seconds: dict[int, float] = {}
         while running and (left := deadline - time.monotonic()) > 0:
             for sentinel in connection.wait(list(running), left):
@@ -231,7 +239,7 @@ def _run(setup: _Setup, rank: int, function: Callable[..., Any], args: tuple[Any
     unfinished.rename(folder / f"result-{rank}")
     # A process of multiprocessing ends without.
     atexit._run_exitfuncs()
-    os._exit(1 if error else 0)
+    sys.exit(1 if error else 0)
 
 
 def _join_group(setup: _Setup, rank: int) -> None:

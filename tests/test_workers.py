@@ -202,6 +202,10 @@ def each_ends_in_its_own_way(rank):
     return torch.get_default_dtype()
 
 
+def never_end(rank):
+    time.sleep(60)
+
+
 def test_the_error_of_a_rank_is_raised():
     with pytest.raises(
         RankError, match=r"(?s)rank 1 ended with code 1.*does not like this.*rank 0"
@@ -210,10 +214,13 @@ def test_the_error_of_a_rank_is_raised():
 
 
 def test_ranks_that_do_not_end_are_killed():
-    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 0 did not end within 0\.\d s"):
+        run_ranks(never_end, 1, timeout=0.5)
+
+
+def test_it_is_known_how_each_rank_ended():
     with start_ranks(each_ends_in_its_own_way, 4, dtype=torch.float64) as ranks:
-        killed, stopped, failed, returned = ranks.outcomes(timeout=1)
-    assert time.monotonic() - start < 3
+        killed, stopped, failed, returned = ranks.outcomes(60, of=[0, 2, 3])
     assert (killed.code, stopped.code, failed.code, returned.code) == (-9, None, 1, 0)
     assert "ValueError: no" in failed.error
     assert "ValueError: no" in failed.stderr

@@ -91,8 +91,9 @@ class Watch:
         self.size = dist.get_world_size(group)
         self.suffers = False  # from the fault of another rank
         self._names = _names_of_ranks(group)
+        self._holder = _holder_of_store(group)
         self._board = _Board(group)
-        self._group_name = group.group_name
+        self.step: int | None = None
         self._end: End = ""
         self._reason = ""
         self._sign = Sign()
@@ -104,8 +105,8 @@ class Watch:
         self._heart.add(self)
 
     def at(self, step: int) -> None:
-        """Note the step that this rank is in, as early in it as possible."""
-        _steps[self._group_name] = step
+        """Note the step that this rank is in, or that comes next."""
+        self.step = step
         if time.monotonic() >= self._next_news:
             self._heart.wake.set()
 
@@ -142,10 +143,6 @@ class Watch:
         except Exception as error:  # there is an error already, which is to be seen
             return f"the other ranks could not be asked: {error}"
 
-    @property
-    def _step(self) -> int | None:
-        return _steps.get(self._group_name)
-
     # What the thread does
 
     @property
@@ -170,7 +167,7 @@ class Watch:
 
     def _show_sign(self) -> None:
         beat, now = self._sign.beat + 1, time.time()
-        sign = Sign(beat, self._step, now, self.suffers, self._end, self._reason)
+        sign = Sign(beat, self.step, now, self.suffers, self._end, self._reason)
         self._board.write(self.rank, sign)
         self._next_news = time.monotonic() + NEWS_SECONDS
         self._sign = sign
@@ -187,9 +184,21 @@ class Watch:
             return "this rank had left the others"
         self.suffers = True
         first, last = self._listen()
-        if first is None or last is None or not last.is_worth_hearing(self._board.is_gone):
+        if first is None or last is None or not self._tells_the_cause(last):
             return _about_store(self._board.is_gone)
         return self._verdict(first, last)
+
+    def _tells_the_cause(self, heard: _Heard) -> bool:
+        """Not if the store has ceased to answer since: then all ranks seem to be silent.
+
+        Unless rank 0, which held it, was itself a victim: it has just ended a little earlier.
+        """
+        if heard.has_confession:
+            return True
+        if self._board.is_gone:
+            holder = None if self._holder is None else heard.signs[self._holder]
+            return holder is not None and holder.suffers
+        return time.monotonic() - heard.time < PATIENCE_SECONDS
 
     def _listen(self) -> tuple[_Heard | None, _Heard | None]:
         """What was heard first and last, within some seconds or until a rank says why."""
@@ -212,17 +221,13 @@ class Watch:
         sentences: dict[int, list[str]] = {}
         for rank, (before, after) in enumerate(zip(first.signs, last.signs, strict=True)):
             if rank != self.rank:
-                innocence, sentence = _judge(before, after, last.time - first.time, self._step)
+                innocence, sentence = _judge(before, after, last.time - first.time, self.step)
                 sentences.setdefault(innocence, []).append(f"{self._names[rank]} {sentence}")
         suspects = sentences[min(sentences)]
         named = suspects[:NAMED_AT_MOST]
         if len(suspects) > len(named):
             named.append(f"and so on: {len(suspects)} ranks in all")
         return "; ".join(named)
-
-
-# By group: one who trains and one who reports the training are in the same step.
-_steps: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -235,11 +240,6 @@ class _Heard:
     @property
     def has_confession(self) -> bool:
         return any(sign is not None and sign.is_confession for sign in self.signs)
-
-    def is_worth_hearing(self, store_is_gone: bool) -> bool:
-        """Not if the store has ceased to answer since: then all ranks seem to be silent."""
-        is_late = store_is_gone or time.monotonic() - self.time > PATIENCE_SECONDS
-        return self.has_confession or not is_late
 
 
 # The thread
@@ -378,41 +378,46 @@ def _judge(
     """
     if after is None:
         return 0, "has not begun to train"
+    is_elsewhere, where = after.step != own_step, _where(after.step, own_step)
     if after.suffers:
-        return 3, f"failed as well, {_when('at', after.step)}"
+        sentence = f"failed in the same way, {where}: perhaps each waited for the other"
+        return 1 if is_elsewhere else 3, sentence
     if after.end == "failed":
-        return 0, f"failed {_when('at', after.step)}: {after.reason}"
+        return 0, f"failed {_at(after.step)}: {after.reason}"
     if after.end == "left":
         why = after.reason or "it had fewer batches"
-        return 0, f"left {_when('after', after.step)}, {_own(own_step)}: {why}"
-    if before is not None and before.beat == after.beat and seconds > 2 * BEAT_SECONDS:
-        silence = max(seconds, time.time() - after.clock)
-        since = f"for {silence:.0f} s, since {_place(after.step)}"
+        return 0, f"left {where}: {why}"
+    silence = max(seconds, time.time() - after.clock)
+    if before is not None and before.beat == after.beat and silence > 2 * BEAT_SECONDS:
+        since = f"for {silence:.0f} s, when it was {_at(after.step)}"
         return 0, f"has not been heard of {since}: it was killed or stopped, or is stuck"
-    if after.step != own_step:
-        where = f"is alive, {_when('at', after.step)}, while {_own(own_step)}"
-        return 1, f"{where}: it waits elsewhere, or is slow"
-    return 2, f"is alive, {_when('at', after.step)} as this rank: it waits elsewhere, or is slow"
+    return 1 if is_elsewhere else 2, f"is alive, {where}: it waits elsewhere, or is slow"
 
 
-def _place(step: int | None) -> str:
-    return "before its first step" if step is None else f"step {step}"
+def _where(step: int | None, own_step: int | None) -> str:
+    also = " as this rank" if step == own_step else f", while this rank is {_at(own_step)}"
+    return _at(step) + also
 
 
-def _when(preposition: str, step: int | None) -> str:
-    return _place(step) if step is None else f"{preposition} {_place(step)}"
-
-
-def _own(step: int | None) -> str:
-    return f"this rank is {_when('at', step)}"
+def _at(step: int | None) -> str:
+    return "before its first step" if step is None else f"at step {step}"
 
 
 def _about_store(is_gone: bool) -> str:
-    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    holder = "the launcher" if of_launcher else "rank 0"
+    holder = "the launcher" if _launcher_holds_store() else "rank 0"
     gone, mute = "it ended before this rank, or was killed", "it was stopped, or cannot be reached"
     what = f"is gone: {gone}" if is_gone else f"does not answer: {mute}"
     return f"{holder}, which holds the group's store, {what}"
+
+
+def _launcher_holds_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _holder_of_store(group: dist.ProcessGroup) -> int | None:
+    """The rank in the group of the process that holds the store, if that is in the group."""
+    ranks = dist.get_process_group_ranks(group)
+    return ranks.index(0) if 0 in ranks and not _launcher_holds_store() else None
 
 
 # The end of the process
@@ -424,7 +429,7 @@ def _end_watches() -> None:
         return
     watches, error = list(_heart.watches), _uncaught_error()
     if watches and is_of_collective(error) and not any(watch.suffers for watch in watches):
-        _print_explanation(watches[0])
+        _print_explanation(max(watches, key=lambda watch: watch.step or 0))
     end, reason = _end_by(error)
     for watch in watches:
         watch.leave(reason, end)
