@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 NASTY = "<img src=x onerror=alert(1)>"
-WIDTHS = (1400, 400)
+WIDTHS = (400, 1400)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 QUIET = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
@@ -20,7 +20,7 @@ class Tab:
 
     def __init__(self, browser):
         self.page = browser.new_page()
-        self.shows = None  # what no test has changed, by path and width
+        self.shows = None  # path and width of what no test has changed
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def opened(tab, path, width, unchanged=False):
     """The page at that width; in the end nothing may have gone wrong, or been fetched.
 
     Args:
-        unchanged: the test leaves the page as it is, and takes it as another such test left it.
+        unchanged: the test leaves the page as it is, for the next one.
     """
     faults = []
     address = path.as_uri()
@@ -57,7 +57,7 @@ def opened(tab, path, width, unchanged=False):
     page = tab.page
     for event, listener in listeners.items():
         page.on(event, listener)
-    if not unchanged or tab.shows != (path, width):
+    if tab.shows != (path, width):
         page.mouse.move(0, 0)
         page.set_viewport_size({"width": width, "height": 900})
         page.goto(address)
