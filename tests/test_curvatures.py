@@ -1,5 +1,6 @@
 """`curvature=` in use: PRONG, invariances, training, checkpoints, what is said of it."""
 
+import functools
 import operator
 from contextlib import nullcontext as nothing
 
@@ -211,8 +212,13 @@ def digits_net() -> nn.Sequential:
     )
 
 
+@functools.cache
+def all_digits():
+    return load_digits(return_X_y=True)
+
+
 def digits(count: int = 256):
-    images, labels = load_digits(return_X_y=True)
+    images, labels = all_digits()
     x = torch.tensor(images[:count], dtype=torch.get_default_dtype()).reshape(-1, 1, 8, 8) / 16
     return x, torch.tensor(labels[:count])
 

@@ -86,7 +86,7 @@ def test_second_moment_of_every_convolution(case, channels_last):
     torch.testing.assert_close(moment, expected, rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(convolutions())
 def test_moments_by_correlation_are_the_patches_moments(case):
     """Whether it pays or not."""
@@ -100,7 +100,7 @@ def test_moments_by_correlation_are_the_patches_moments(case):
     assert torch.equal(moment, moment.mT)
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(convolutions(), st.booleans())
 def test_second_moment_of_every_convolution_in_float32(case, by_correlation):
     module, wide = case
