@@ -230,6 +230,45 @@ def bad_estimate(rank, size):
         return str(error)
 
 
+def sharded(rank, size):
+    """FSDP2 before and after the optimizer is made, tensor parallelism, and FSDP."""
+    # Here, so that the other tests' ranks need not wait for these imports.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    refusals = []
+    mesh = init_device_mesh("cpu", (size,))
+    before = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), mesh=mesh)
+    parallel = parallelize_module(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), mesh, {"1": ColwiseParallel()}
+    )
+    wrapped = FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"))
+    for model in (before, parallel, wrapped):
+        try:
+            kfc.KFC(model)
+        except ValueError as error:
+            refusals.append(str(error))
+    after = nn.Linear(4, 3)
+    optimizer = kfc.KFC(after)
+    fully_shard(after, mesh=mesh)
+    after(torch.ones(2, 4)).sum().backward()
+    try:
+        optimizer.step()
+    except ValueError as error:
+        refusals.append(str(error))
+    return refusals
+
+
+def test_parameters_that_are_spread_over_ranks_are_refused():
+    for refusals in run_ranks(sharded, 2, 2):
+        assert len(refusals) == 4
+        for message in refusals:
+            assert "DistributedDataParallel" in message
+        assert "'0.weight' is a DTensor" in refusals[0]
+        assert "'1.weight' is a DTensor" in refusals[1]
+
+
 def joined(rank, size):
     run = DistributedDataParallel(network())
     optimizer = kfc.KFC(run, **KFC_OPTIONS)
