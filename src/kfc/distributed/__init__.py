@@ -1,5 +1,5 @@
 """Who reduces what, who inverts what: the processes that train one model together."""
 
-from kfc.distributed.workers import Workers, join_workers
+from kfc.distributed.workers import WorkerError, Workers, join_workers
 
-__all__ = ["Workers", "join_workers"]
+__all__ = ["WorkerError", "Workers", "join_workers"]

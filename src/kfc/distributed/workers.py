@@ -97,7 +97,7 @@ class Workers:
         return messages
 
     def _pack(self, tensors: Sequence[Tensor], about: str) -> Messages:
-        messages = Messages(_in_buckets(tensors), list(tensors), self)
+        messages = Messages(_in_buckets(tensors, self._home), list(tensors), self)
         self.traffic[about] += sum(flat.nbytes for flat in messages.buckets)
         return messages
 
@@ -214,12 +214,19 @@ class Messages:
         for flat, indices in zip(self.buckets, self._places, strict=True):
             sizes = [self._tensors[index].numel() for index in indices]
             for index, part in zip(indices, flat.split(sizes), strict=True):
-                arrived[index] = part.view(self._tensors[index].shape)
+                like = self._tensors[index]
+                arrived[index] = part.view(like.shape).to(like.device)
         return arrived
 
 
-def _in_buckets(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
-    """(vector, which tensors it consists of): alike in dtype and device, of limited size."""
+def _in_buckets(
+    tensors: Sequence[Tensor], home: torch.device | None
+) -> list[tuple[Tensor, list[int]]]:
+    """(vector, which tensors it consists of): alike in dtype and device, of limited size.
+
+    Args:
+        home: where numbers on the CPU are sent from.
+    """
     open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     buckets: list[list[int]] = []
     bytes_in: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -231,7 +238,9 @@ def _in_buckets(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
             bytes_in[kind] = 0
         open_buckets[kind].append(index)
         bytes_in[kind] += tensor.nbytes
-    return [(torch.cat([tensors[i].flatten() for i in chosen]), chosen) for chosen in buckets]
+    flat = [torch.cat([tensors[i].flatten() for i in chosen]) for chosen in buckets]
+    sent = [vector.to(home) if vector.device.type == "cpu" else vector for vector in flat]
+    return list(zip(sent, buckets, strict=True))
 
 
 def join_workers(model: nn.Module, choice: GroupChoice) -> tuple[nn.Module, Workers]:
