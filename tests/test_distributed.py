@@ -12,6 +12,8 @@ import kfc
 from ranks import run_ranks
 
 STEPS = 10
+# Of what differs from that in one respect only.
+FEW = 4
 
 
 def network() -> nn.Sequential:
@@ -105,22 +107,22 @@ def trained_by_kfc(given, run, part, options, steps=STEPS):
     return remains(optimizer, norms=norms, **averages)
 
 
-def trained_by_kfac(given, run, part, options):
+def trained_by_kfac(given, run, part, options, steps=STEPS):
     (where, weight) = part
     optimizer = kfc.KFAC(given, **{"fisher": "exact", "initial_model_damping": 1.0, **options})
     chosen = []
-    for images, labels in batches():
+    for images, labels in batches(steps):
         optimizer.step(lambda x=images, y=labels: weight * F.cross_entropy(run(x[where]), y[where]))
         last = optimizer.step_diagnostics
         chosen.append([last["lr"], last["momentum"], last["model_damping"], last["factor_damping"]])
     return remains(optimizer, chosen=chosen)
 
 
-def trained_by_sgd(given, run, part, options):
+def trained_by_sgd(given, run, part, options, steps=STEPS):
     (where, weight) = part
     preconditioner = kfc.Preconditioner(given, **{"fisher": "exact", "damping": 0.1, **options})
     optimizer = torch.optim.SGD(run.parameters(), lr=0.05)
-    for images, labels in batches():
+    for images, labels in batches(steps):
         optimizer.zero_grad()
         (weight * F.cross_entropy(run(images[where]), labels[where])).backward()
         assert preconditioner.step()
@@ -128,11 +130,11 @@ def trained_by_sgd(given, run, part, options):
     return remains(preconditioner)
 
 
-def trained_in_micro_batches(given, run, part, options):
+def trained_in_micro_batches(given, run, part, options, steps=STEPS):
     """Each rank's part in two passes, of which the first only adds up gradients."""
     (where, weight) = part
     optimizer = kfc.KFC(given, **{**KFC_OPTIONS, "fisher_clip": None, **options})
-    for images, labels in batches():
+    for images, labels in batches(steps):
         optimizer.zero_grad()
         images, labels = images[where], labels[where]
         waits = run.no_sync() if isinstance(run, DistributedDataParallel) else nullcontext()
@@ -153,12 +155,12 @@ class HalvedSum(kfc.Categorical):
         return 0.5
 
 
-def trained_on_sums(given, run, part, options):
+def trained_on_sums(given, run, part, options, steps=STEPS):
     (where, _) = part
     two_ranks = isinstance(run, DistributedDataParallel)
     likelihood = kfc.Categorical(reduction="sum") if two_ranks else HalvedSum()
     optimizer = kfc.KFC(given, **{**KFC_OPTIONS, "likelihood": likelihood, **options})
-    for images, labels in batches():
+    for images, labels in batches(steps):
         optimizer.zero_grad()
         loss = F.cross_entropy(run(images[where]), labels[where], reduction="sum")
         (loss if two_ranks else loss / 2).backward()
@@ -166,7 +168,7 @@ def trained_on_sums(given, run, part, options):
     return remains(optimizer)
 
 
-def trained_after_estimate(given, run, part, options):
+def trained_after_estimate(given, run, part, options, steps=STEPS):
     """Factors first from a data set that is split as well.
 
     They have full rank then, which EKFAC needs to have but one basis to measure in.
@@ -175,14 +177,15 @@ def trained_after_estimate(given, run, part, options):
     optimizer = kfc.KFC(given, **{**KFC_OPTIONS, **options})
     optimizer.estimate_factors([images[where] for images, _ in batches(3)])
     estimated = {f"estimated {n}": f.activation.tolist() for n, f in optimizer.factors.items()}
-    for images, labels in batches():
+    for images, labels in batches(steps):
         optimizer.zero_grad()
         (weight * F.cross_entropy(run(images[where]), labels[where])).backward()
         optimizer.step()
     return remains(optimizer, **estimated)
 
 
-# Everything that two ranks must do as one process does: by name, how, and with which options.
+# Everything that two ranks must do as one process does: by name, how, and with which options. Ten
+# steps of those in ALL_STEPS.
 SCENARIOS = {
     "shared": (trained_by_kfc, {"inverse_placement": "shared"}),
     "replicated": (trained_by_kfc, {"inverse_placement": "replicated"}),
@@ -220,12 +223,20 @@ SCENARIOS = {
 }
 
 
+ALL_STEPS = ("shared", "replicated", "gradients", "auto", "kfac")
+
+
+def steps_of(name):
+    return STEPS if name in ALL_STEPS else FEW
+
+
 def all_scenarios(rank, size):
     results = {}
     for name, (train, options) in SCENARIOS.items():
         model = network()
         wrapper = DistributedDataParallel(model)
-        results[name] = train(wrapper, wrapper, pieces(rank, size), options)
+        part = pieces(rank, size)
+        results[name] = train(wrapper, wrapper, part, options, steps_of(name))
     return results
 
 
@@ -233,7 +244,7 @@ def test_two_ranks_do_what_one_process_does():
     found = run_ranks(all_scenarios, 2, 2, timeout=120)
     for name, (train, options) in SCENARIOS.items():
         model = network()
-        expected = train(model, model, WHOLE, options)
+        expected = train(model, model, WHOLE, options, steps_of(name))
         first, second = (results[name] for results in found)
         assert_same(first, expected, name)
         assert all(torch.equal(first[key], second[key]) for key in first), name
