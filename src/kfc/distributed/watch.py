@@ -23,10 +23,10 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-BEAT_SECONDS = 1.0
-# A new step is told before the next beat, but not more often than this: steps may be short.
-NEWS_SECONDS = 0.02
-# Three beats: who is not heard of meanwhile is silent.
+# A step does not wait for its sign: to wake a thread takes 50 µs, or milliseconds if all cores are
+# at work. So what is known of a rank that was killed is up to a beat old.
+BEAT_SECONDS = 0.5
+SILENT_SECONDS = 2.0
 LISTEN_SECONDS = 3.0
 READ_SECONDS = 0.2
 # For a store that takes long to answer.
@@ -97,7 +97,6 @@ class Watch:
         self._end: End = ""
         self._reason = ""
         self._sign = Sign()
-        self._next_news = 0.0
         self._listening = False
         self._heard: _Heard | None = None
         self._talked = threading.Condition()
@@ -107,8 +106,6 @@ class Watch:
     def at(self, step: int) -> None:
         """Note the step that this rank is in, or that comes next."""
         self.step = step
-        if time.monotonic() >= self._next_news:
-            self._heart.wake.set()
 
     def leave(self, reason: str = "", end: End = "left") -> None:
         """Tell the others that this rank takes no further part."""
@@ -165,11 +162,13 @@ class Watch:
         with self._talked:
             self._talked.notify_all()
 
+    def hang_up(self) -> None:
+        self._board.close()
+
     def _show_sign(self) -> None:
         beat, now = self._sign.beat + 1, time.time()
         sign = Sign(beat, self.step, now, self.suffers, self._end, self._reason)
         self._board.write(self.rank, sign)
-        self._next_news = time.monotonic() + NEWS_SECONDS
         self._sign = sign
 
     def _read_signs(self) -> None:
@@ -185,7 +184,9 @@ class Watch:
         self.suffers = True
         first, last = self._listen()
         if first is None or last is None or not self._tells_the_cause(last):
-            return _about_store(self._board.is_gone)
+            sentence = _about_store(self._board.is_gone)
+            self._board.is_gone = True  # so that nobody waits for it when this process ends
+            return sentence
         return self._verdict(first, last)
 
     def _tells_the_cause(self, heard: _Heard) -> bool:
@@ -246,14 +247,14 @@ class _Heard:
 
 
 class _Heart(threading.Thread):
-    """Lets all watches of this process talk, about once a second."""
+    """Lets all watches of this process talk, at every beat."""
 
     def __init__(self) -> None:
         super().__init__(name="kfc-watch", daemon=True)
         self.watches: list[Watch] = []
         self.wake = threading.Event()
         self._process = os.getpid()
-        # Not only `atexit`: processes of multiprocessing end without that. It is kept by its maker.
+        # Rather than `atexit`, without which processes of multiprocessing end.
         Finalize(None, _end_watches, exitpriority=100)
         self.start()
 
@@ -274,6 +275,7 @@ class _Heart(threading.Thread):
                 watch.talk()
                 if watch.is_over:
                     self.watches.remove(watch)
+                    watch.hang_up()
 
     def _seconds_to_rest(self) -> float | None:
         if not self.watches:
@@ -322,6 +324,11 @@ class _Board:
         self._assert_there()
         key = self._key(rank)
         return Sign(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def close(self) -> None:
+        self.is_gone = True
+        self._line.close()
+        del self._store
 
     def _key(self, rank: int) -> str:
         return f"{self._place}/{rank}"
@@ -388,7 +395,7 @@ def _judge(
         why = after.reason or "it had fewer batches"
         return 0, f"left {where}: {why}"
     silence = max(seconds, time.time() - after.clock)
-    if before is not None and before.beat == after.beat and silence > 2 * BEAT_SECONDS:
+    if before is not None and before.beat == after.beat and silence > SILENT_SECONDS:
         since = f"for {silence:.0f} s, when it was {_at(after.step)}"
         return 0, f"has not been heard of {since}: it was killed or stopped, or is stuck"
     return 1 if is_elsewhere else 2, f"is alive, {where}: it waits elsewhere, or is slow"
