@@ -39,6 +39,7 @@ class Gathering:
         seed: of the targets that are drawn; the same on all ranks, which draw different ones.
 
     Attributes:
+        step: the one that comes next, from 1.
         due: whether the coming forward passes should give statistics of every layer.
         estimating: whether what is gathered will take the place of all that is known.
         calls: the last forward pass in training mode since the last step, and its examples.
@@ -69,6 +70,7 @@ class Gathering:
         self.output = output
         self.generator = OwnGenerator(seed)
         self.workers = workers
+        self.step = 1
         self.due = True
         self.estimating = False
         self.calls: list[tuple[ModelCall, int]] = []
@@ -87,6 +89,7 @@ class Gathering:
     def wanted_layers(self) -> Collection[str]:
         if self.started is None:
             self.started = now(self.clock_device)
+            self.workers.at(self.step)
         return self._wanted()
 
     def _wanted(self) -> Collection[str]:

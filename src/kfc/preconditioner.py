@@ -436,7 +436,7 @@ class Preconditioner:
 
     def _be_at(self, steps: int) -> None:
         self.steps = steps
-        self.workers.at(steps + 1)
+        self.gathering.step = steps + 1
         self.gathering.due = self.schedule.statistics_are_due(steps + 1)
 
     def skip_step(self, *, quietly: bool = False) -> None:
