@@ -140,6 +140,32 @@ def unequal_gradients(rank, size):
     return True
 
 
+def missing_gradients(rank, size):
+    model = network()
+    optimizer = kfc.KFC(model, **KFC_OPTIONS)
+    images, labels = batches(1)[0]
+    F.cross_entropy(model(images), labels).backward()
+    if rank == 1:
+        model[3].weight.grad = None
+    with pytest.raises(WorkerError, match=r"gradient of '3.weight' on rank 1"):
+        optimizer.step()
+    return True
+
+
+def another_checkpoint(rank, size):
+    """Rank 1 goes on from other parameters."""
+    run = DistributedDataParallel(network())
+    optimizer = kfc.KFC(run, **KFC_OPTIONS)
+    images, labels = batches(1)[0]
+    step(optimizer, run, images, labels)
+    optimizer.load_state_dict(optimizer.state_dict())
+    if rank == 1:
+        run.module[7].bias.data.mul_(2)
+    with pytest.raises(WorkerError, match=r"parameter '7.bias' on rank 1"):
+        step(optimizer, run, images, labels)
+    return True
+
+
 def unequal_parameters(rank, size):
     torch.manual_seed(rank)
     model = nn.Linear(72, 3).double()
@@ -165,6 +191,8 @@ def agreements(rank, size):
         "bits": bits_in_single_precision(rank, size),
         "differing": differing_inverse(rank, size),
         "gradients": unequal_gradients(rank, size),
+        "missing": missing_gradients(rank, size),
+        "checkpoint": another_checkpoint(rank, size),
         "parameters": unequal_parameters(rank, size),
         "apart": apart(rank, size),
     }
@@ -206,6 +234,18 @@ def nan_on_rank_one(rank, size):
         except FloatingPointError as error:
             said.append(str(error))
     return unchanged, skipped, said
+
+
+def nan_loss_of_kfac(rank, size):
+    """Of outputs that are finite."""
+    run = DistributedDataParallel(network())
+    optimizer = kfc.KFAC(run, model_damping=1.0)
+    images, labels = batches(1)[0]
+    weight = math.nan if rank == 1 else 1.0
+    try:
+        optimizer.step(lambda: weight * F.cross_entropy(run(images), labels))
+    except FloatingPointError as error:
+        return str(error)
 
 
 def nan_inputs_of_kfac(rank, size):
@@ -281,7 +321,7 @@ def joined(rank, size):
 def faults(rank, size):
     return {
         "nan": nan_on_rank_one(rank, size),
-        "kfac": nan_inputs_of_kfac(rank, size),
+        "kfac": nan_inputs_of_kfac(rank, size) + nan_loss_of_kfac(rank, size),
         "estimate": bad_estimate(rank, size),
     }
 
@@ -293,7 +333,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_by_all_and_named():
         assert skipped == 1
         assert "step 2 was skipped: rank 1 gave" in warning
         assert "skipped 10 times: rank 1 gave something that is not finite" in error
-        assert "not finite on rank 1" in found["kfac"]
+        assert found["kfac"].count("not finite on rank 1") == 2
         assert found["estimate"] == "batch 1 of rank 1 gave statistics that are not finite"
 
 
@@ -339,6 +379,32 @@ def skipping_batch(rank):
     return inputs, torch.arange(6) % 3
 
 
+def freezing(rank, size, worker):
+    """Layers, and parts of them, come to be frozen; also while their inverses are in the making."""
+    run = DistributedDataParallel(network(), find_unused_parameters=True)
+    options = {**KFC_OPTIONS, "inverse_placement": "shared", "statistics_period": 1}
+    optimizer = kfc.KFC(run, **options, inverse_worker=worker, max_staleness=1)
+    for index, (images, labels) in enumerate(batches(8)):
+        run.module[0].bias.requires_grad_(index < 3)
+        run.module[3].requires_grad_(index < 2 or index > 5)
+        step(optimizer, run, images, labels)
+    return remains(optimizer)
+
+
+def traffic_of_unused_layers(rank, size):
+    """Bytes of statistics in a step in which none are due, but a layer has never run."""
+    model = Skipping().double()
+    run = DistributedDataParallel(model, find_unused_parameters=True)
+    options = {**KFC_OPTIONS, "fisher_clip": None, "statistics_period": 100}
+    optimizer = kfc.KFC(run, **options)
+    inputs, labels = skipping_batch(1)
+    sent = []
+    for _ in range(2):
+        step(optimizer, run, inputs, labels)
+        sent.append(optimizer.diagnostics["ranks"]["sent"]["statistics"])
+    return sent
+
+
 def periods_within_a_budget(rank, size):
     run = DistributedDataParallel(network())
     optimizer = kfc.KFC(run, lr=0.01, overhead=0.5)
@@ -373,14 +439,18 @@ def differences(rank, size):
         "at once": inverses_beside_training(rank, size, 0),
         "late": inverses_beside_training(rank, size, 2),
         "in the step": in_the_step(rank, size),
+        "freezing": freezing(rank, size, None),
+        "freezing beside": freezing(rank, size, "thread"),
+        "unused": traffic_of_unused_layers(rank, size),
     }
 
 
 def test_ranks_need_not_do_the_same_at_the_same_time():
     first, second = run_ranks(differences, 2, 2)
-    for name in ("skipped layers", "at once", "late"):
+    for name in ("skipped layers", "at once", "late", "freezing", "freezing beside"):
         assert all(map(torch.equal, first[name].values(), second[name].values())), name
     assert first["periods"] == second["periods"]
+    assert first["unused"][0] == first["unused"][1]
     assert_same(first["at once"], first["in the step"])
     late, at_once = first["late"]["0.weight"], first["at once"]["0.weight"]
     assert not torch.equal(late, at_once)

@@ -90,6 +90,34 @@ def test_deterministic_inverses_are_taken_up_at_fixed_steps():
     assert not all_equal(parameters_of_one, trained()[0])
 
 
+def test_by_default_inverses_are_as_late_as_two_renewals_lie_apart():
+    _, ages = trained(inverse_worker="thread", deterministic=True)
+    # Due at 4 and 8, in use from 8 and 12 on: no renewal is left out.
+    assert ages == [0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 4]
+    optimizer = kfc.KFC(
+        network(),
+        **{**OPTIONS, "inverse_period": None},
+        inverse_worker="thread",
+        deterministic=True,
+    )
+    # A period that stretches from 1 on is no reason to wait for its limit.
+    assert max(optimizer.diagnostics["staleness"] for _ in train(optimizer)) <= 2
+    optimizer.close()
+
+
+def test_inverses_of_before_an_estimate_are_not_taken_up(held_thread):
+    optimizer = kfc.KFC(network(), **OPTIONS, inverse_worker="thread", max_staleness=2)
+    steps = train(optimizer)
+    for _ in range(4):
+        next(steps)
+    held_thread.set()
+    optimizer.estimate_factors([torch.randn(8, 2, 6, 6, dtype=torch.float64)])
+    for _ in range(2):
+        next(steps)
+    assert optimizer.diagnostics["staleness"] == 5  # still those of the first step
+    optimizer.close()
+
+
 def test_inverses_are_taken_up_when_they_are_ready(held_thread):
     optimizer = kfc.KFC(network(), **OPTIONS, inverse_worker="thread", max_staleness=100)
     for step in train(optimizer):
@@ -126,6 +154,7 @@ def test_errors_of_the_worker_surface_in_step(monkeypatch):
 
     monkeypatch.setattr(LinearHandler, "invert", failing)
     next(steps)
+    optimizer.state_dict()  # has what the thread worked on, and says nothing of how it went
     before = parameters(optimizer)
     with pytest.raises(ZeroDivisionError, match="in the thread"):
         next(steps)

@@ -179,6 +179,11 @@ class Curvature:
                     found[f"the inverse ({key}) of layer {name!r}"] = tensor
         return found
 
+    def _is_as_trained(self, name: str) -> bool:
+        """Whether what is known of a layer is of just the parameters that are trained now."""
+        trained = tuple(self.handlers[name].trained())
+        return bool(trained) and self.layers[name].roles == trained
+
     def running(self) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
         """(name, running averages) of every layer that has some."""
         for name, layer in self.layers.items():
@@ -199,7 +204,8 @@ class Curvature:
         due = {
             name: running
             for name, running in self.running()
-            if not only_missing or self.layers[name].inverse is None
+            if self._is_as_trained(name)
+            and not (only_missing and self.layers[name].inverse is not None)
         }
         if not due:
             return {}
@@ -229,10 +235,13 @@ class Curvature:
         Args:
             own: this rank's share of them.
         """
-        for name, inverse in self.inverter.distribute(blocks, own).items():
+        current = [
+            name
+            for name, block in blocks.items()
+            if self.layers[name].roles == block.roles and self._is_as_trained(name)
+        ]
+        for name, inverse in self.inverter.distribute(current, own).items():
             layer, handler, block = self.layers[name], self.handlers[name], blocks[name]
-            if layer.roles != block.roles:
-                continue
             inverse = self._at_home(handler, inverse)
             if layer.inverse is not None:
                 inverse = handler.continued(inverse, layer.inverse)
@@ -241,10 +250,12 @@ class Curvature:
     def _at_home(self, handler: Handler, inverse: Inverse) -> Inverse:
         """On the layer's device, if it was made elsewhere."""
         home = handler.weight.device
-        moved_here = {key: tensor.to(home) for key, tensor in inverse.tensors.items()}
-        if all(moved_here[key] is tensor for key, tensor in inverse.tensors.items()):
+        # Flags and numbers stay on the host, which has to look at them.
+        away = {k: t for k, t in inverse.tensors.items() if t.dim() > 1 and t.device != home}
+        if not away:
             return inverse
-        return handler.restore_inverse(moved_here, self.inverse_kind)
+        here = {key: tensor.to(home) for key, tensor in away.items()}
+        return handler.restore_inverse({**inverse.tensors, **here}, self.inverse_kind)
 
     def inverses(self) -> dict[str, LayerInverse]:
         """Those in use."""
@@ -259,7 +270,7 @@ class Curvature:
         known = [
             name
             for name, layer in self.layers.items()
-            if layer.inverse is not None and layer.running is not None
+            if layer.inverse is not None and layer.running is not None and self._is_as_trained(name)
         ]
 
         def redamped(name: str) -> Inverse:
@@ -307,7 +318,10 @@ class Curvature:
 
     def lacks_inverses(self) -> bool:
         """Whether a layer is known, but not inverted yet."""
-        return any(self.layers[name].inverse is None for name, _ in self.running())
+        return any(
+            self.layers[name].inverse is None and self._is_as_trained(name)
+            for name, _ in self.running()
+        )
 
     def precondition(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Replace vectors v by F̂_damped⁻¹ v (eqn 10), in place; v stays where no handler is.

@@ -94,7 +94,7 @@ class Gathering:
 
     def _wanted(self) -> Collection[str]:
         if self.due:
-            return self.curvature.handlers.keys()
+            return [name for name, handler in self.curvature.handlers.items() if handler.trained()]
         # A layer that ran for the first time, or was thawed, cannot wait until statistics are due.
         return [name for name in self.curvature.handlers if not self.curvature.is_known(name)]
 
@@ -107,14 +107,13 @@ class Gathering:
         if not self.keeps_calls:
             self.calls.clear()
         self.calls.append((call, selected.shape[0]))
+        if session is not None:
+            if session.calls and selected.requires_grad:
+                self._gather(selected, session)
+            if self._sends_at_once():
+                self._send(self._wanted())
         if self.workers.size > 1:
             self._watch_output(selected)
-        if session is None:
-            return
-        if session.calls and selected.requires_grad:
-            self._gather(selected, session)
-        if self._sends_at_once():
-            self._send()
 
     def _gather(self, selected: Tensor, session: Session) -> None:
         if self.workers.size == 1 and mixes_ranks(self.model):
@@ -235,39 +234,58 @@ class Gathering:
     def _sends_at_once(self) -> bool:
         """Whether what this pass gave should be on its way during the backward that follows.
 
-        Not if more passes are to come before gradients are averaged, or if there is nothing yet.
+        Not if more passes are to come before gradients are averaged, if there is nothing yet, or
+        if it is of layers that happen to run for the first time, which perhaps none does.
         """
-        if self.workers.size == 1 or self.fisher == "empirical" or self.estimating:
+        if self.workers.size == 1 or self.fisher == "empirical" or self.estimating or not self.due:
             return False
         return not self.workers.are_accumulating()
 
-    def _send(self) -> None:
-        """What this rank has gathered; the others do so too."""
-        curvature, wanted = self.curvature, self._wanted()
-        shapes = {n: curvature.moment_shapes(n, afresh=self.estimating) for n in wanted}
+    def _send(self, names: Collection[str]) -> None:
+        """What this rank has gathered of these layers; the others do so too."""
+        start = now(self.clock_device)
+        curvature = self.curvature
+        shapes = {n: curvature.moment_shapes(n, afresh=self.estimating) for n in names}
         bad = ~all_finite(curvature.pending_traces())
         self._under_way.append(
             Exchange(
                 self.workers,
                 curvature.pending,
                 shapes,
-                {name: curvature.handlers[name] for name in wanted},
+                {name: curvature.handlers[name] for name in names},
                 self._pending_examples,
                 bad,
             )
         )
         curvature.pending.clear()
         self._pending_examples = 0
+        self.spent += now(self.clock_device) - start
 
     def _receive(self) -> None:
-        if self._wanted() and (self.curvature.pending or not self._under_way):
-            self._send()
+        names = self._wanted() if self.due else self._that_ran(self._wanted())
+        if names and (self.curvature.pending or not self._under_way):
+            self._send(names)
+        start = now(self.clock_device)
         for exchange in self._under_way:
             gathered = exchange.wait()
             self.curvature.add(gathered.moments)
             self._pending_examples += gathered.examples
             self.bad_ranks += [r for r in gathered.bad_ranks if r not in self.bad_ranks]
+        if self._under_way:
+            self.spent += now(self.clock_device) - start
         self._under_way.clear()
+
+    def _that_ran(self, names: Collection[str]) -> list[str]:
+        """Those of which any rank has gathered something."""
+        if not names:
+            return []
+        flags = self.workers.largest([float(name in self.curvature.pending) for name in names])
+        return [name for name, flag in zip(names, flags, strict=True) if flag]
+
+    def align_generators(self) -> None:
+        """After unequally many passes: the generators of all ranks become rank 0's."""
+        if self.workers.size > 1:
+            self.generator.load_state_dict(self.workers.share(self.generator.state_dict()))
 
     def _watch_output(self, output: Tensor) -> None:
         """Note if this rank's loss has a derivative that is not finite: gradients do not tell."""
@@ -276,7 +294,7 @@ class Gathering:
             output.register_hook(self._note_bad)
 
     def _note_bad(self, values: Tensor) -> None:
-        bad = ~torch.isfinite(values.detach()).all()
+        bad = ~torch.isfinite(torch.linalg.vector_norm(values.detach(), math.inf))
         before = self._output_is_bad
         self._output_is_bad = bad if before is None else before | bad.to(before.device)
 

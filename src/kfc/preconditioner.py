@@ -96,7 +96,7 @@ class Preconditioner:
         inverse_worker: ``"thread"`` computes inverses beside training, on the CPU, and a later step
             takes them up; ``None``: in the step.
         max_staleness: with a worker, how many steps after they were due inverses may still be in
-            the making; then the step waits. By default the inverse period.
+            the making; then the step waits. By default the inverse period in force then.
         deterministic: with a worker, take inverses up just ``max_staleness`` steps after they were
             due, not before. Several ranks do so in any case: they must do it together.
         consistency_period: of several ranks, check every so many steps that all have the same
@@ -161,14 +161,14 @@ class Preconditioner:
         self.factor_decay = factor_decay
         self.plan = plan_layers(model, max_factor_size, curvature)
         sizes = {name: size_of(handler, inverse) for name, handler in self.plan.handlers.items()}
-        period = longest(inverse_period or DEFAULT_INVERSE_PERIOD)
-        placements = place(sizes, self.workers.size, inverse_placement, period)
+        serves = longest(inverse_period or DEFAULT_INVERSE_PERIOD)
+        placements = place(sizes, self.workers.size, inverse_placement, serves)
         inverter = Inverter(self.plan.handlers, inverse, self.workers, placements)
         self.curvature = Curvature(self.plan, inverter)
         self.renewal = Renewal(
             self.curvature,
             inverse_worker,
-            period if max_staleness is None else max_staleness,
+            max_staleness,
             at_fixed_steps=deterministic or self.workers.size > 1,
         )
         self.gathering = Gathering(
@@ -183,6 +183,8 @@ class Preconditioner:
         self.consistency_period = consistency_period
         self.steps = 0
         self._skipped_in_a_row = 0
+        # Here, or since a state was loaded.
+        self._is_first = True
         self.skipped_steps = SkippedSteps()
         # Whether the step in progress is bad, if only the device knows; and if so, without warning.
         self.in_doubt: Tensor | None = None
@@ -272,7 +274,9 @@ class Preconditioner:
                     progress(done, total)
             self._refuse_estimate(done, bad)
             self.gathering.complete()
+            self.gathering.align_generators()
             self.curvature.replace_by_pending()
+            self.renewal.drop()
 
     def _refuse_estimate(self, done: int, bad: int) -> None:
         """Raise, on all ranks alike, if one had a bad batch (-1: none), or all had no batches."""
@@ -379,15 +383,21 @@ class Preconditioner:
             with self.schedule.timed("averages"):
                 self.curvature.take_up(self.factor_decay)
             with self.schedule.timed("inverses"):
-                due = self._inverses_are_due()
-                self.renewal.renew(self.steps + 1, damping, due=due, at_once=renew)
+                self.renewal.renew(
+                    self.steps + 1,
+                    damping,
+                    due=self._inverses_are_due(),
+                    period=self.schedule.length("inverse", self.steps + 1),
+                    at_once=renew,
+                )
         return True
 
     def _compare_ranks(self, gradients: Mapping[str, Tensor]) -> None:
-        """In the first step, and when asked for: whether all ranks have the same."""
+        """In the first step of all, and when asked for: whether all ranks have the same."""
         period, step = self.consistency_period, self.steps + 1
-        if self.workers.size > 1 and (self.steps == 0 or (period and is_due(period, step))):
+        if self.workers.size > 1 and (self._is_first or (period and is_due(period, step))):
             require_equal_ranks(self.model, self.curvature, gradients, step)
+        self._is_first = False
 
     def _inverses_are_due(self) -> bool:
         return self.schedule.inverses_are_due(self.steps + 1)
@@ -494,7 +504,10 @@ class Preconditioner:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs to go on bit for bit; call it between steps."""
+        """All that a resumed run needs to go on bit for bit; call it between steps.
+
+        But for inverses that one of several ranks keeps for itself: they are made anew.
+        """
         return {
             "steps": self.steps,
             "skipped_steps": self.skipped_steps.count(),
@@ -525,6 +538,7 @@ class Preconditioner:
         self._be_at(state["steps"])
         self.curvature.load_state_dict(state["curvature"])
         self.renewal.load_state_dict(state["renewal"])
+        self._is_first = True
 
 
 def _length(batches: Iterable[Any]) -> int | None:

@@ -8,7 +8,7 @@ steps before.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,11 +28,13 @@ class Job:
 
     Attributes:
         begun: the step at which they were due.
+        latest: the step that waits for them.
         blocks: what they are made of.
         share: those that this rank makes.
     """
 
     begun: int
+    latest: int
     blocks: dict[str, Block]
     share: Future[dict[str, Inverse]]
 
@@ -43,7 +45,7 @@ class Renewal:
     Args:
         worker: "thread" for inverses beside training; ``None``: in the step.
         max_staleness: how many steps after they were due inverses may still be in the making; then
-            the step waits for them.
+            the step waits for them. ``None``: as many as lie between two renewals at that time.
         at_fixed_steps: whether inverses are taken up just then and not before, so that it makes no
             difference how fast the thread is.
 
@@ -55,7 +57,7 @@ class Renewal:
         self,
         curvature: Curvature,
         worker: InverseWorkerKind | None,
-        max_staleness: int,
+        max_staleness: int | None,
         *,
         at_fixed_steps: bool,
     ) -> None:
@@ -69,49 +71,62 @@ class Renewal:
             self._thread = _one_core_thread()
 
     def renew(
-        self, step: int, damping: Callable[[str], float], *, due: bool, at_once: bool = False
+        self,
+        step: int,
+        damping: Callable[[str], float],
+        *,
+        due: bool,
+        period: int,
+        at_once: bool = False,
     ) -> None:
         """What a step does about inverses; layers without any get theirs at once.
 
         Args:
             damping: δ of a layer, by its name.
+            period: in force at this step.
             at_once: whether all are wanted new in this step.
 
         Raises:
             Exception: whatever went wrong in the thread.
         """
         if at_once or (due and (self._thread is None or not self.made_at)):
-            self._drop()
+            self.drop()
             self.curvature.refresh_inverses(damping, only_missing=False)
             self.made_at = step
             return
         self.curvature.refresh_inverses(damping, only_missing=True)
+        self._take_if_time(step)
         if due and self._job is None:
-            self._begin(step, self.curvature.blocks_to_invert(damping))
-        if self._job is not None and self._is_to_be_taken(self._job, step):
-            self._take()
+            late = period if self.max_staleness is None else self.max_staleness
+            self._begin(step, step + late, self.curvature.blocks_to_invert(damping))
+            self._take_if_time(step)
 
-    def _begin(self, step: int, blocks: Mapping[str, Block]) -> None:
+    def _begin(self, step: int, latest: int, blocks: Mapping[str, Block]) -> None:
+        # All of them, also those that other ranks invert: a state dict must have them.
         copies = {name: _copied(block) for name, block in blocks.items()}
         assert self._thread is not None
-        self._job = Job(step, copies, self._thread.submit(_invert, self.curvature, copies))
+        share = self._thread.submit(_invert, self.curvature, copies)
+        self._job = Job(step, latest, copies, share)
 
-    def _is_to_be_taken(self, job: Job, step: int) -> bool:
-        if step >= job.begun + self.max_staleness:
-            return True
-        return job.share.done() and not self.at_fixed_steps
+    def _take_if_time(self, step: int) -> None:
+        job = self._job
+        if job is None:
+            return
+        if step >= job.latest or (job.share.done() and not self.at_fixed_steps):
+            self._job = None
+            self.curvature.take_inverses(job.blocks, job.share.result())
+            self.made_at = job.begun
 
-    def _take(self) -> None:
-        job, self._job = self._job, None
-        assert job is not None
-        self.curvature.take_inverses(job.blocks, job.share.result())
-        self.made_at = job.begun
+    def drop(self) -> None:
+        """Forget what is in the making; the thread goes on with its copies, to no effect."""
+        self._job = None
 
-    def _drop(self) -> None:
-        """Forget what is in the making; it is waited for, since the thread goes on with it."""
-        job, self._job = self._job, None
-        if job is not None:
-            job.share.result()
+    def snapshot(self) -> tuple[int, Job | None]:
+        """What an error must leave as it was."""
+        return self.made_at, self._job
+
+    def restore(self, entry: tuple[int, Job | None]) -> None:
+        self.made_at, self._job = entry
 
     def close(self) -> None:
         """End the thread, when it has done what it is at."""
@@ -124,8 +139,8 @@ class Renewal:
         """Waits for what is in the making. All ranks have the same: of what, not what becomes."""
         job = self._job
         if job is None:
-            return {"made_at": self.made_at, "begun": None, "blocks": {}}
-        job.share.result()
+            return {"made_at": self.made_at, "begun": None, "latest": None, "blocks": {}}
+        wait([job.share])  # whether it went well is for a step to say
         blocks = {
             name: {
                 "running": [tensor.clone() for tensor in block.running],
@@ -134,21 +149,27 @@ class Renewal:
             }
             for name, block in job.blocks.items()
         }
-        return {"made_at": self.made_at, "begun": job.begun, "blocks": blocks}
+        return {
+            "made_at": self.made_at,
+            "begun": job.begun,
+            "latest": job.latest,
+            "blocks": blocks,
+        }
 
     @staticmethod
     def check_state(state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` if it is not what ``state_dict`` gives."""
-        require_keys("renewal state", state, ("made_at", "begun", "blocks"))
+        require_keys("renewal state", state, ("made_at", "begun", "latest", "blocks"))
         require_whole("the renewal state's made_at", state["made_at"], low=0)
-        if state["begun"] is not None:
-            require_whole("the renewal state's begun", state["begun"])
+        for name in ("begun", "latest"):
+            if state["begun"] is not None:
+                require_whole(f"the renewal state's {name}", state[name])
         for name, block in state["blocks"].items():
             require_keys(f"renewal state of layer {name!r}", block, Block._fields)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin again what was in the making; without a thread, the next time they are due."""
-        self._drop()
+        self.drop()
         self.made_at = state["made_at"]
         if state["begun"] is None or self._thread is None:
             return
@@ -163,7 +184,7 @@ class Renewal:
             # Of a layer frozen or thawed since, the statistics have no use.
             if name in handlers and tuple(block["roles"]) == tuple(handlers[name].trained())
         }
-        self._begin(state["begun"], blocks)
+        self._begin(state["begun"], state["latest"], blocks)
 
 
 def _one_core_thread() -> ThreadPoolExecutor:

@@ -106,15 +106,14 @@ class Schedule:
             self.statistics_period, self.inverse_period = self.budget.periods()
             self.clock_device = self._device if self.budget.measuring else None
 
+    def length(self, name: str, step: int) -> int:
+        """Of the period of "statistics" or "inverse" in force at a step."""
+        period = self.statistics_period if name == "statistics" else self.inverse_period
+        return period.at(step) if isinstance(period, Stretch) else period
+
     def describe(self, step: int) -> dict[str, Any]:
         """The periods in force at a step; and why, if they follow from a budget."""
-        lengths = {
-            name: period.at(step) if isinstance(period, Stretch) else period
-            for name, period in (
-                ("statistics", self.statistics_period),
-                ("inverse", self.inverse_period),
-            )
-        }
+        lengths = {name: self.length(name, step) for name in ("statistics", "inverse")}
         return {**lengths, **({} if self.budget is None else self.budget.summary())}
 
     # State

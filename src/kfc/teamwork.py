@@ -13,6 +13,9 @@ from kfc.distributed.consistency import require_same
 from kfc.distributed.exchange import statistics_bytes
 from kfc.distributed.placement import size_of
 
+# In the place of one that a rank has not: that is a difference too.
+NO_GRADIENT = torch.ones(1)
+
 
 def require_equal_ranks(
     model: nn.Module, curvature: Curvature, gradients: Mapping[str, Tensor], step: int
@@ -28,7 +31,10 @@ def require_equal_ranks(
     )
     require_same(
         workers,
-        {f"the gradient of {name!r}": gradient for name, gradient in gradients.items()},
+        {
+            f"the gradient of {name!r}": gradients.get(name, NO_GRADIENT)
+            for name, _ in model.named_parameters()
+        },
         f"step {step}",
         "Wrap the model in DistributedDataParallel and run the wrapper, or average gradients over "
         "the ranks before step()",
@@ -60,7 +66,9 @@ def expected_traffic(curvature: Curvature) -> dict[str, int]:
     """Bytes that one gathering of statistics, one renewal of inverses, one step send."""
     handlers, placed = curvature.handlers, curvature.inverter.placements
     sizes = {name: size_of(handler, curvature.inverse_kind) for name, handler in handlers.items()}
-    shapes = {name: curvature.moment_shapes(name, afresh=False) for name in handlers}
+    shapes = {
+        n: curvature.moment_shapes(n, afresh=False) for n, h in handlers.items() if h.trained()
+    }
     numbers = {name: torch.finfo(h.dtype).bits // 8 for name, h in handlers.items()}
     sent = [name for name in handlers if placed[name].owner is not None]
     return {

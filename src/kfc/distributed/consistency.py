@@ -11,15 +11,23 @@ from kfc.distributed.workers import WorkerError, Workers
 
 # Of a tensor's bits, as whole numbers, each is weighted by its place, up to this prime.
 PLACES = 8191
+# So many times that many at once.
+PARTS = 256
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
     """A whole number, int64, that hardly ever is the same for tensors of other bits."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.detach().contiguous().flatten().view(whole[tensor.element_size()]).long()
-    places = torch.arange(1, bits.numel() + 1, device=bits.device).remainder_(PLACES)
-    # Sums of int64 wrap around, on every device alike and in any order.
-    return (bits * places).sum()
+    bits = tensor.detach().contiguous().flatten().view(whole[tensor.element_size()])
+    places = torch.arange(1, PLACES + 1, device=bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    # A part at a time: as int64 all of it would be large.
+    for part in bits.split(PARTS * PLACES):
+        rows, rest = part[: len(part) // PLACES * PLACES], part[len(part) // PLACES * PLACES :]
+        # Sums of int64 wrap around, on every device alike and in any order.
+        total = total + (rows.view(-1, PLACES).long().sum(0) * places).sum()
+        total = total * PLACES + (rest.long() * places[: len(rest)]).sum()
+    return total
 
 
 def require_same(workers: Workers, tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kfc.distributed.packing import from_wire, is_folded, to_wire, wire_numbers
 from kfc.distributed.placement import EVERYWHERE, Placement
-from kfc.distributed.workers import Messages, Workers
+from kfc.distributed.workers import Arriving, Workers
 from kfc.layers import Handler
 from kfc.layers.base import Inverse
 
@@ -124,7 +124,7 @@ class Inverter:
             owner, kept = self.placement_of(name)
             if kept and owner is not None:
                 theirs.setdefault(owner, []).extend(by_parameter.values())
-        messages: list[tuple[list[Tensor], Messages]] = [
+        messages: list[tuple[list[Tensor], Arriving]] = [
             (tensors, self.workers.start_broadcast(tensors, owner, ABOUT_GRADIENTS))
             for owner, tensors in theirs.items()
         ]

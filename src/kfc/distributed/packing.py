@@ -73,6 +73,7 @@ def to_wire(tensor: Tensor, *, symmetric: bool) -> Tensor:
 def from_wire(numbers: Tensor, shape: Sequence[int], *, symmetric: bool) -> Tensor:
     """The tensor for which a vector was sent."""
     if not symmetric:
-        return numbers.reshape(tuple(shape))
+        # A copy, or it would hold on to all that was sent with it.
+        return numbers.reshape(tuple(shape)).clone()
     groups, size, _ = shape
     return unfold(numbers.reshape(groups, *packed_shape(size)), size)

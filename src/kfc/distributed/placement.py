@@ -55,12 +55,14 @@ class LayerSize(NamedTuple):
 def size_of(handler: Handler, kind: str) -> LayerSize:
     """For the parameters trained now."""
     shapes = handler.inverse_shapes(kind)
-    squares = [shape for shape in shapes.values() if is_folded(shape)]
+    # Eigenvalues may look like a square, and take nothing beside the bases.
+    squares = [s for name, s in shapes.items() if is_folded(s) and name != "eigenvalues"]
     cubes = sum(groups * size**3 for groups, size, _ in squares)
     number = torch.finfo(handler.dtype).bits // 8
     gradient = sum(parameter.numel() for parameter in handler.trained().values())
     return LayerSize(
-        OPERATIONS[kind] * cubes,
+        # Never nothing: what hardly takes time is shared out evenly too.
+        max(1.0, OPERATIONS[kind] * cubes),
         number * inverse_numbers(handler, kind),
         number * gradient,
         can_be_kept=not handler.measured_shapes(),

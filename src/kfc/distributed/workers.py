@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -75,20 +75,20 @@ class Workers:
 
     # Tensors
 
-    def start_sum(self, tensors: Sequence[Tensor], about: str) -> Messages:
+    def start_sum(self, tensors: Sequence[Tensor], about: str) -> Arriving:
         """Begin to sum each of these over all ranks; the ranks go on meanwhile."""
         if self.size == 1:
-            return Messages([], list(tensors))
+            return Arrived(tensors)
         messages = self._pack(tensors, about)
         with self.explained():
             for flat in messages.buckets:
                 messages.add(dist.all_reduce(flat, group=self.group, async_op=True))
         return messages
 
-    def start_broadcast(self, tensors: Sequence[Tensor], source: int, about: str) -> Messages:
+    def start_broadcast(self, tensors: Sequence[Tensor], source: int, about: str) -> Arriving:
         """Begin to give all ranks what these are on rank ``source``."""
         if self.size == 1:
-            return Messages([], list(tensors))
+            return Arrived(tensors)
         messages = self._pack(tensors, about)
         with self.explained():
             for flat in messages.buckets:
@@ -97,7 +97,7 @@ class Workers:
         return messages
 
     def _pack(self, tensors: Sequence[Tensor], about: str) -> Messages:
-        messages = Messages(_in_buckets(tensors, self._home), list(tensors), self)
+        messages = Messages(_in_buckets(tensors, self._home), tensors, self)
         self.traffic[about] += sum(flat.nbytes for flat in messages.buckets)
         return messages
 
@@ -180,6 +180,22 @@ class Workers:
             self.watch.close()
 
 
+class Arriving(Protocol):
+    """What :meth:`wait` will give."""
+
+    def wait(self) -> list[Tensor]:
+        """The tensors that have arrived, in the order in which they were given."""
+
+
+class Arrived(NamedTuple):
+    """What one process alone sends itself."""
+
+    tensors: Sequence[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        return list(self.tensors)
+
+
 class Messages:
     """Tensors on their way to all ranks, in a few flat buckets.
 
@@ -190,12 +206,12 @@ class Messages:
     def __init__(
         self,
         buckets: Sequence[tuple[Tensor, list[int]]],
-        tensors: list[Tensor],
-        workers: Workers | None = None,
+        tensors: Sequence[Tensor],
+        workers: Workers,
     ) -> None:
         self.buckets = [flat for flat, _ in buckets]
         self._places = [indices for _, indices in buckets]
-        self._tensors = tensors
+        self._like = [(tensor.shape, tensor.device) for tensor in tensors]
         self._workers = workers
         self._works: list[dist.Work] = []
 
@@ -204,19 +220,17 @@ class Messages:
             self._works.append(work)
 
     def wait(self) -> list[Tensor]:
-        """The tensors that have arrived, in the order in which they were given."""
-        if self._workers is None:
-            return self._tensors
+        """The tensors that have arrived, as parts of the buckets."""
         with self._workers.explained():
             for work in self._works:
                 work.wait()
-        arrived = list(self._tensors)
+        arrived: dict[int, Tensor] = {}
         for flat, indices in zip(self.buckets, self._places, strict=True):
-            sizes = [self._tensors[index].numel() for index in indices]
-            for index, part in zip(indices, flat.split(sizes), strict=True):
-                like = self._tensors[index]
-                arrived[index] = part.view(like.shape).to(like.device)
-        return arrived
+            likes = [self._like[index] for index in indices]
+            parts = flat.split([shape.numel() for shape, _ in likes])
+            for index, part, (shape, device) in zip(indices, parts, likes, strict=True):
+                arrived[index] = part.view(shape).to(device)
+        return [arrived[index] for index in range(len(self._like))]
 
 
 def _in_buckets(

@@ -185,7 +185,7 @@ class KFAC(CurvatureOptimizer):
                 the same batch, to see what the update did.
 
         Returns:
-            The loss before the update.
+            The loss before the update; of several ranks, this one's.
 
         Raises:
             FloatingPointError: the loss is not finite, and more damping did not help. As after any
@@ -217,7 +217,7 @@ class KFAC(CurvatureOptimizer):
         """The last update led astray: try the batch where that began, with more damping."""
         moved = [p for p in self._parameters() if PREVIOUS in self.state[p]]
         if not moved or not self._raise_damping():
-            raise self._failure("before the update")
+            raise self._failure(objective, "before the update")
         for parameter in moved:
             parameter.copy_(self.state[parameter][BEFORE])
             del self.state[parameter][PREVIOUS]
@@ -225,7 +225,7 @@ class KFAC(CurvatureOptimizer):
         objective.rewind()
         found = objective.differentiate()
         if found is None:
-            raise self._failure("before the update")
+            raise self._failure(objective, "before the update")
         return found
 
     def _raise_damping(self) -> bool:
@@ -235,14 +235,15 @@ class KFAC(CurvatureOptimizer):
     def _coefficients_are_given(self) -> bool:
         return self.lr is not None and self.momentum is not None
 
-    def _failure(self, when: str) -> FloatingPointError:
+    def _failure(self, objective: Objective, when: str) -> FloatingPointError:
         adapts = self.model_damping.adapts and not self._coefficients_are_given()
         hope = (
             "more damping did not help" if adapts else "lr, momentum or model_damping are too bold"
         )
         where = ""
         if self.preconditioner.workers.size > 1:
-            where = f" on {named_ranks(self.preconditioner.gathering.find_bad_ranks())}"
+            found = self.preconditioner.gathering.find_bad_ranks()
+            where = f" on {named_ranks(objective.bad_ranks or found)}"
         step = self.preconditioner.steps + 1
         return FloatingPointError(
             f"step {step}: the loss, or its gradient, is not finite{where} "
@@ -391,6 +392,7 @@ class KFAC(CurvatureOptimizer):
             "values": [(p, p.detach().clone(), dict(self.state[p])) for p in self._parameters()],
             "dampings": [(d, d.value) for d in (self.model_damping, self.factor_damping)],
             "inverses": self.preconditioner.curvature.inverses(),
+            "renewal": self.preconditioner.renewal.snapshot(),
         }
 
     def _restore(self, entry: Mapping[str, Any]) -> None:
@@ -400,6 +402,7 @@ class KFAC(CurvatureOptimizer):
         for damping, value in entry["dampings"]:
             damping.value = value
         self.preconditioner.curvature.use_inverses(entry["inverses"])
+        self.preconditioner.renewal.restore(entry["renewal"])
 
     def _penalty(self) -> float:
         """½ Σ weight decay · θ²"""
@@ -455,7 +458,7 @@ class KFAC(CurvatureOptimizer):
             proposal = cautious
             self._place(proposal)
         if not math.isfinite(change):
-            raise self._failure("after the update")
+            raise self._failure(objective, "after the update")
         if worse and proposal is not bold:  # then λ was not the reason
             proposal, self.model_damping.value = bold, damping
             self._place(proposal)

@@ -23,6 +23,9 @@ class Objective:
 
     Args:
         closure: runs the model on the batch and returns the loss, without its backward.
+
+    Attributes:
+        bad_ranks: those whose loss was not finite when it was last evaluated.
     """
 
     def __init__(self, model: nn.Module, closure: Callable[[], Tensor], workers: Workers) -> None:
@@ -34,6 +37,7 @@ class Objective:
         self._model = model
         self._closure = closure
         self._workers = workers
+        self.bad_ranks: list[int] = []
         self._accelerators = accelerators_of(model)
         self._random_state = get_random_state(self._accelerators)
         self._buffers = SavedBuffers(model)
@@ -46,7 +50,7 @@ class Objective:
             loss = self._closure()
             self._check(loss)
             # All ranks go backward, or none: they average gradients on the way.
-            (mean,) = self._workers.mean([loss.item()])
+            mean = self._mean_over_ranks(loss.item())
             if not math.isfinite(mean):
                 return None
             loss.backward()
@@ -73,7 +77,12 @@ class Objective:
         """The loss at the parameters as they are now; nothing else changes."""
         torch.clear_autocast_cache()
         with torch.no_grad(), suspended(), self._as_at_first():
-            return self._workers.mean([float(self._closure())])[0]
+            return self._mean_over_ranks(float(self._closure()))
+
+    def _mean_over_ranks(self, own: float) -> float:
+        losses = [loss for (loss,) in self._workers.gather([own])]
+        self.bad_ranks = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        return sum(losses) / len(losses)
 
     @contextmanager
     def _as_at_first(self) -> Iterator[None]:
