@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from textwrap import shorten
 from types import FrameType
 from typing import Any
 
@@ -26,6 +27,7 @@ from kfc.experiments.networks import NetworkError
 from kfc.experiments.processes import EXPECTED_ERRORS, Launch, RanksFailedError
 
 FAILED, USAGE, DIVERGED, INTERRUPTED = 1, 2, 3, 130
+LONGEST_QUOTE = 160
 
 # A terminal, or a pipe, that cannot show a letter such as ν gets a question mark.
 for stream in (sys.stdout, sys.stderr):
@@ -49,8 +51,9 @@ def clear_errors() -> Iterator[None]:
         failure.part()
         raise typer.Exit(_code(failure.kind)) from failure
     except WorkerError as error:
-        # What is known of the cause, and below it the backend's own words.
-        fail("; ".join(str(error).splitlines()), FAILED)
+        # What is known of the cause; below it the backend's own words, which may go on for pages.
+        cause, *more = str(error).splitlines()
+        fail("; ".join([cause, *(shorten(line, LONGEST_QUOTE) for line in more[:1])]), FAILED)
     except KeyboardInterrupt:
         fail("interrupted", INTERRUPTED)
 

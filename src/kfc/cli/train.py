@@ -306,6 +306,8 @@ def _run(plan: Plan, data_dir: Path | None, launch: Launch, workers: Workers) ->
             )
         else:
             trainer = Trainer.resume(plan.folder, dataset, on_row=show, workers=workers)
+            if launch.restarted and not silent:
+                say(f"Restarted: {plan.path} goes on from update {trainer.update}")
         try:
             if trainer.advance(interrupted=interrupted):
                 trainer.save()

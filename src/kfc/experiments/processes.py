@@ -20,6 +20,7 @@ from kfc.distributed.watch import is_of_collective
 from kfc.distributed.workers import WorkerError, Workers
 from kfc.experiments.config import ConfigError
 from kfc.experiments.data import DataError
+from kfc.experiments.meeting import meet
 from kfc.experiments.networks import NetworkError
 from kfc.experiments.runs import RunError
 
@@ -93,9 +94,13 @@ def joined(launch: Launch, timeout: float) -> Iterator[Workers]:
     both = torch.cuda.is_available() and dist.is_nccl_available()
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if both else "gloo", timeout=timedelta(seconds=timeout)
+            "cpu:gloo,cuda:nccl" if both else "gloo",
+            store=meet(launch.rank, launch.size, timeout),
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timedelta(seconds=timeout),
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, TimeoutError) as error:
         raise WorkerError(
             f"rank {launch.rank} of {launch.size} found no way to the others: {error}"
         ) from error
