@@ -133,6 +133,28 @@ def test_breaking_off_ends_the_workers():
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.parametrize(("size", "ranks"), [(8, 2), (9, 2), (7, 3), (3, 3)])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ranks_take_parts_of_the_same_batches(size, ranks, workers):
+    """In their order; weighted, the mean of their means is the whole batch's."""
+    whole = numbers_in(Batches(numbered(40), RAW, size, seed=2).epoch(1, start=1))
+    parts = [
+        Batches(numbered(40), RAW, size, seed=2, workers=workers, rank=rank, ranks=ranks)
+        for rank in range(ranks)
+    ]
+    dealt = [numbers_in(part.epoch(1, start=1)) for part in parts]
+    for batch, *shares in zip(whole, *dealt, strict=True):
+        assert [number for share in shares for number in share] == batch
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        means = [part.weight * np.mean(share) for part, share in zip(parts, shares, strict=True)]
+        assert np.mean(means) == pytest.approx(np.mean(batch))
+
+
+def test_every_rank_needs_an_example_of_every_batch():
+    with pytest.raises(ValueError, match="batch_size 2 is less than an example for each of 3"):
+        Batches(numbered(10), RAW, 2, seed=0, rank=1, ranks=3)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

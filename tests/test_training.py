@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from kfc.experiments.averages import Averages
 from kfc.experiments.config import ConfigError, config_from_dict, make_config
 from kfc.experiments.data import Inputs, load
+from kfc.experiments.diagnosis import find_origin
 from kfc.experiments.evaluation import Examples, evaluate
 from kfc.experiments.networks import build
 from kfc.experiments.optimizers import OPTIMIZERS, Wishes, as_matrix, make_optimizer
@@ -266,6 +267,24 @@ def test_overflow_in_the_network_is_traced_to_its_layer(digits, tmp_path):
     trainer.close()
     assert "all parameters are finite" in trainer.end["message"]
     assert "the first output that is not finite is 3's" in trainer.end["message"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "words"),
+    [
+        ([(math.nan, math.inf)], 0, ""),
+        ([(math.nan, 8), (math.nan, 8)], 0, ""),
+        ([(math.nan, 8), (math.nan, 7)], 1, "it began with the gradients of rank 1 at update 7"),
+        ([(1, math.inf), (1, 9), (1, 9)], 1, "it began with the gradients of ranks 1, 2 at upd"),
+        ([(1, math.inf), (math.inf, math.inf)], 1, "the loss of rank 1 alone is not finite"),
+        ([(1, math.inf), (1, math.inf)], 0, ""),
+    ],
+)
+def test_what_is_not_finite_began_where_it_was_first(ranks, rank, words):
+    origin = find_origin(ranks)
+    assert origin.rank == rank
+    assert origin.description.startswith(words)
+    assert bool(origin.description) == bool(words)
 
 
 def test_kfac_goes_back_from_nan_if_it_can_and_else_says_why(digits, tmp_path):
