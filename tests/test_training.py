@@ -110,6 +110,12 @@ def test_every_optimizer_learns_the_digits(digits, tmp_path, name):
     assert trainer.last_evaluation["train_error"] < 10
 
 
+def test_inverses_beside_training_are_an_option(digits, tmp_path):
+    options = {"inverse_worker": "thread", "max_staleness": 2, "inverse_period": 3}
+    trainer = run(tmp_path / "run", digits, optimizer="kfc", updates=6, **options)
+    assert trainer.parts.optimizer.diagnostics["staleness"] == 3  # made at step 3, next at 8
+
+
 @pytest.mark.parametrize("name", ["kfc", "kfac"])
 def test_a_curvature_is_an_option(digits, tmp_path, name):
     trainer = run(tmp_path / "run", digits, optimizer=name, curvature="prong", updates=3)

@@ -28,6 +28,7 @@ from kfc.cli.screen import (
     say,
     state_of,
 )
+from kfc.distributed.placement import PLACEMENTS
 from kfc.distributed.workers import Workers
 from kfc.experiments.config import RunConfig, config_from_dict, make_config
 from kfc.experiments.data import NAMES, Dataset, load
@@ -104,6 +105,15 @@ def train(
     fisher: Annotated[Text, _of_optimizer("sampled, exact or empirical, of both.")] = None,
     inverse: Annotated[Text, _of_optimizer("factored or eigen, of both.")] = None,
     curvature: Annotated[Text, _of_optimizer(f"{_listed(STRUCTURES)}, of both.")] = None,
+    inverse_placement: Annotated[
+        Text, _of_optimizer(f"{_listed(PLACEMENTS)}: which of several processes inverts, of both.")
+    ] = None,
+    inverse_worker: Annotated[
+        Text, _of_optimizer("thread: inverses beside training; none (default), of both.")
+    ] = None,
+    max_staleness: Annotated[
+        Whole, _of_optimizer("How many steps late such inverses are; by default T_f.")
+    ] = None,
     beta1: Annotated[Number, _of_optimizer("Of adam, adamw, soap.")] = None,
     beta2: Annotated[Number, _of_optimizer("Of adam, adamw, soap.")] = None,
     adamw_lr: Annotated[Number, _of_optimizer("Of what muon leaves to AdamW.")] = None,

@@ -100,6 +100,10 @@ def _for_curvature(wishes: Wishes) -> dict[str, Any]:
     groups = [{"prefix": members, "weight_decay": cost} for cost, members in names.items()]
     options = {name: value for name, value in wishes.options.items() if value is not None}
     options["fisher_clip"] = options["fisher_clip"] or None
+    if options.get("inverse_worker") == "none":
+        del options["inverse_worker"]
+    # A run that is resumed goes on bit for bit: nothing may depend on how fast a thread is.
+    options["deterministic"] = True
     return {**options, "groups": groups, "seed": wishes.seed, "likelihood": wishes.likelihood}
 
 
@@ -198,6 +202,9 @@ CURVATURE_OPTIONS = {
     "fisher": "sampled",
     "inverse": "factored",
     "curvature": "kfc",
+    "inverse_placement": "auto",
+    "inverse_worker": "none",
+    "max_staleness": None,
 }
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
