@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -81,7 +81,15 @@ def write_cache(entry: Entry, folder: Path, found: Found) -> None:
         _remove_abandoned(home)
         with _workplace(home) as workplace:
             _write_content(workplace, found.decoded, record)
-            _put_in_place(workplace, home)
+            _put_in_place(workplace, home, lambda: _is_usable(entry, folder))
+
+
+def _is_usable(entry: Entry, folder: Path) -> bool:
+    try:
+        open_cache(entry, folder)
+    except UnusableCacheError:
+        return False
+    return True
 
 
 def _read_record(home: Path) -> Record:
@@ -138,10 +146,11 @@ def _write_content(folder: Path, decoded: Decoded, record: Record) -> None:
         os.fsync(text.fileno())
 
 
-def _put_in_place(workplace: Path, home: Path) -> None:
-    """Rename; an unusable cache steps aside, and so would one that another process just wrote.
+def _put_in_place(workplace: Path, home: Path, is_usable: Callable[[], bool]) -> None:
+    """Rename; an unusable cache steps aside. One that another process just wrote stays.
 
-    That does no harm: it has the same content, and whoever has mapped it keeps it.
+    If that is replaced at the same moment all the same, it does no harm: it has the same content,
+    and whoever has mapped it keeps it.
     """
     aside = workplace.with_name(f"{workplace.name}-aside")
     while True:
@@ -151,6 +160,8 @@ def _put_in_place(workplace: Path, home: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
+        if is_usable():
+            return
         with suppress(FileNotFoundError):  # another process was faster
             os.rename(home, aside)
         shutil.rmtree(aside, ignore_errors=True)
