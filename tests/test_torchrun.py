@@ -282,6 +282,16 @@ def test_divergence_is_traced_to_the_rank_where_it_began(job, tmp_path, log_peri
     assert words.removeprefix("diverged: ") in read_record(tmp_path / "run").end["message"]
 
 
+def test_a_step_that_kfc_skips_is_the_fault_of_a_rank(job, tmp_path):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    arguments = (*SMALL, "--optimizer", "kfc", "--batch-size", "128", "--updates", "8")
+    first, second = job.run(2, "train", *arguments, "--net", "broken:net", "--out", "run")
+    assert first.returncode == second.returncode == 0
+    assert "step 3 was skipped: rank 1 gave gradients" in output_of(first)
+    assert output_of(second) == ""
+    assert read_record(tmp_path / "run").evaluations[-1]["diagnostics"]["skipped_steps"] == 1
+
+
 def test_a_full_disk_of_rank_0_is_no_riddle_to_the_others(job, tmp_path):
     path = tmp_path / "run"
     ranks = job.start(2, "train", *ENDLESS, "--out", path)
@@ -391,6 +401,7 @@ def process_of_rank(rank, path):
     raise AssertionError(f"there is no rank {rank}")
 
 
+@pytest.mark.slow
 def test_torchrun_goes_on_after_a_kill(tmp_path):
     path = tmp_path / "run"
     command = ("--max-restarts=1", "-m", "kfc", "train", *ENDLESS, "--epochs", "20")

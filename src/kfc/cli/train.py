@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
@@ -303,6 +304,8 @@ def _run(plan: Plan, data_dir: Path | None, launch: Launch, workers: Workers) ->
     """Train to the end, or until interrupted."""
     dataset = _load(plan.config, data_dir, launch, workers)
     silent = workers.rank > 0
+    if silent:  # what is to be warned of is the same on all ranks
+        warnings.simplefilter("ignore")
     patient = launch.job is not None
     with progress_bars(hidden=silent) as progress, Interruption(patient=patient) as interrupted:
         task = progress.add_task(escape(plan.config.optimizer), total=1.0, state="")
