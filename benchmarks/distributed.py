@@ -32,7 +32,8 @@ from kfc.budget import longest
 from kfc.schedule import DEFAULT_INVERSE_PERIOD, DEFAULT_STATISTICS_PERIOD
 
 SECTIONS = ("ranks", "worker", "traffic")
-LR = 1e-4
+# Next to nothing: with inverses that are never renewed, parameters must stay where they are.
+LR = 1e-9
 NEVER = 10**9
 # As long as the longest period, so that every part is in it as often as in a long training.
 STEPS = longest(DEFAULT_INVERSE_PERIOD)
@@ -134,7 +135,7 @@ def measure_worker(options: argparse.Namespace) -> list[dict[str, Any]]:
     network = NETWORKS[options.network]
     torch.manual_seed(0)
     images, labels = network.data(options.batch, torch.device("cpu"))
-    cores = os.cpu_count() or 1
+    cores = options.threads or os.cpu_count() or 1
 
     def step_of(period: int, worker: str | None) -> Run:
         model = network.model(torch.device("cpu"))
@@ -153,11 +154,13 @@ def measure_worker(options: argparse.Namespace) -> list[dict[str, Any]]:
     steps = {(p, w): step_of(p, w) for p in PERIODS for w in (None, "thread")}
     ratios: dict[tuple[int, str | None], list[float]] = {key: [] for key in steps}
     for turn in range(options.rounds + 1):
-        plain = seconds_of(never, STEPS, cores)
         for key, step in steps.items():
+            # Before and after: the machine may be in another mood from one minute to the next.
+            before = seconds_of(never, STEPS // 2, cores)
             taken = seconds_of(step, STEPS, cores)
+            after = seconds_of(never, STEPS // 2, cores)
             if turn:
-                ratios[key].append(taken / plain)
+                ratios[key].append(2 * taken / (before + after))
     return [
         {
             "inverse_period": period,
@@ -239,6 +242,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--inverse", choices=("factored", "eigen"), default="factored")
+    parser.add_argument(
+        "--threads", type=int, help="of training beside the worker; by default all cores"
+    )
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     measures = {"ranks": measure_ranks, "worker": measure_worker, "traffic": measure_traffic}
