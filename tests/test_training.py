@@ -281,7 +281,7 @@ def test_overflow_in_the_network_is_traced_to_its_layer(digits, tmp_path):
         ([(math.nan, math.inf)], 0, ""),
         ([(math.nan, 8), (math.nan, 8)], 0, ""),
         ([(math.nan, 8), (math.nan, 7)], 1, "it began with the gradients of rank 1 at update 7"),
-        ([(1, math.inf), (1, 9), (1, 9)], 1, "it began with the gradients of ranks 1, 2 at upd"),
+        ([(1, math.inf), (1, 9), (1, 9)], 1, "it began with the gradients of ranks 1 and 2 at u"),
         ([(1, math.inf), (math.inf, math.inf)], 1, "the loss of rank 1 alone is not finite"),
         ([(1, math.inf), (1, math.inf)], 0, ""),
     ],

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kfc.skipping import named_ranks
+
 ADVICE = {
     "kfc": "try a smaller --lr or a larger --damping",
     "kfac": "try a larger --initial-model-damping",
@@ -38,15 +40,11 @@ def find_origin(ranks: Sequence[Sequence[float]]) -> Origin:
     bad = [rank for rank, (loss, _) in enumerate(ranks) if not math.isfinite(loss)]
     if began < math.inf and len(first) < len(ranks):
         return Origin(
-            first[0], f"it began with the gradients of {_ranks(first)} at update {began:g}"
+            first[0], f"it began with the gradients of {named_ranks(first)} at update {began:g}"
         )
     if 0 < len(bad) < len(ranks):
-        return Origin(bad[0], f"the loss of {_ranks(bad)} alone is not finite")
+        return Origin(bad[0], f"the loss of {named_ranks(bad)} alone is not finite")
     return Origin(0, "")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def diagnose(
