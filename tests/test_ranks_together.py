@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -337,8 +338,21 @@ def test_what_is_not_finite_on_one_rank_is_skipped_by_all_and_named():
         assert found["estimate"] == "batch 1 of rank 1 gave statistics that are not finite"
 
 
-def test_joining_uneven_inputs_is_refused():
-    assert run_ranks(joined, 2, 2) == [True, True]
+def too_early(rank, size):
+    """The optimizer is made before there is a process group."""
+    group = dist.group.WORLD
+    with patch.object(dist, "is_initialized", return_value=False):
+        model = network()
+        optimizer = kfc.KFC(model, **KFC_OPTIONS)
+    run = DistributedDataParallel(model, process_group=group)
+    images, labels = batches(1)[0]
+    with pytest.raises(RuntimeError, match="initialised after the optimizer was made"):
+        step(optimizer, run, images, labels)
+    return joined(rank, size)
+
+
+def test_what_ranks_cannot_train_by_is_refused():
+    assert run_ranks(too_early, 2, 2) == [True, True]
 
 
 # What is not the same on all ranks, and may be

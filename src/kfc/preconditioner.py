@@ -27,7 +27,7 @@ from kfc.distributed import join_workers
 from kfc.distributed.inverter import Inverter
 from kfc.distributed.placement import PLACEMENTS, PlacementKind, place, size_of
 from kfc.distributed.sharding import refuse_sharded, refuse_sharding_wrapper
-from kfc.distributed.workers import GroupChoice
+from kfc.distributed.workers import GroupChoice, refuse_later_group
 from kfc.fisher import Output
 from kfc.gathering import FISHER_KINDS, FisherKind, Gathering
 from kfc.kronecker import INVERSES, Factors
@@ -181,6 +181,7 @@ class Preconditioner:
             self.workers,
         )
         self.consistency_period = consistency_period
+        self._process_group = process_group
         self.steps = 0
         self._skipped_in_a_row = 0
         # Here, or since a state was loaded.
@@ -395,6 +396,8 @@ class Preconditioner:
     def _compare_ranks(self, gradients: Mapping[str, Tensor]) -> None:
         """In the first step of all, and when asked for: whether all ranks have the same."""
         period, step = self.consistency_period, self.steps + 1
+        if self._is_first:
+            refuse_later_group(self.workers, self._process_group)
         if self.workers.size > 1 and (self._is_first or (period and is_due(period, step))):
             require_equal_ranks(self.model, self.curvature, gradients, step)
         self._is_first = False

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,8 @@ from kfc.distributed.watch import start_watch
 # Large enough for few calls, small enough that the first is on its way while the next is packed.
 BUCKET_BYTES = 25 * 2**20
 
-GroupChoice = dist.ProcessGroup | Literal["auto"] | None
+# As text: torch may have been built without process groups.
+GroupChoice: TypeAlias = "dist.ProcessGroup | Literal['auto'] | None"
 
 
 class WorkerError(RuntimeError):
@@ -273,19 +274,36 @@ def join_workers(model: nn.Module, choice: GroupChoice) -> tuple[nn.Module, Work
                 "DistributedDataParallel; pass the module inside it, model.module"
             )
         wrapper, group, model = model, model.process_group, model.module
-    if isinstance(choice, dist.ProcessGroup):
+    if choice is not None and choice != "auto":
+        if not (dist.is_available() and isinstance(choice, dist.ProcessGroup)):
+            raise ValueError(
+                f'process_group must be a torch.distributed group, "auto" or None, got {choice!r}'
+            )
         group = choice
-    elif choice == "auto" and group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    elif choice not in ("auto", None):
-        raise ValueError(
-            f'process_group must be a torch.distributed group, "auto" or None, got {choice!r}'
-        )
+    elif choice == "auto" and group is None:
+        group = _default_group()
     parameter = next(model.parameters(), None)
     device = None if parameter is None else parameter.device
     if group is None or group.size() == 1:
         return model, Workers(None)
     return model, Workers(group, device, wrapper)
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def refuse_later_group(workers: Workers, choice: GroupChoice) -> None:
+    """Raise if a process group has come into being since the ranks were asked for.
+
+    Gradients may now be averaged over its ranks, while each has a curvature of its own.
+    """
+    group = _default_group() if choice == "auto" and workers.size == 1 else None
+    if group is not None and group.size() > 1:
+        raise RuntimeError(
+            "torch.distributed was initialised after the optimizer was made, which knows of one "
+            "process only; make it afterwards, or with process_group=None to train alone"
+        )
 
 
 def _home_of_numbers(
