@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
 from contextlib import ExitStack, suppress
 from functools import partial
 from unittest.mock import patch
@@ -30,7 +29,7 @@ from ranks import run_ranks, start_ranks
 
 STEPS, FAULTY_STEP = 40, 12
 # After the first, collectives give up; then ranks listen for three seconds.
-GROUP_SECONDS, LIMIT_SECONDS = 2.0, 20.0
+GROUP_SECONDS, LIMIT_SECONDS = 4.0, 30.0
 
 # What ranks do
 
@@ -137,7 +136,9 @@ def test_ranks_that_lose_a_connection_name_who_is_gone():
     )
     assert_all_say(said["killed"] + said["killed, of three"], SILENT)
     assert_all_say(said["failed"], f"rank 1 failed at {NEAR}: ValueError: no more")
-    assert_all_say(said["left"], f"rank 1 left at {NEAR}{ALSO}: it had fewer batches")
+    assert_all_say(
+        said["left"], f"rank 1 left at {NEAR}{ALSO}: it ended, perhaps with fewer batches"
+    )
     assert_all_say(said["holder killed"], f"{HOLDER} is gone: it ended .*, or was killed")
 
 
@@ -192,10 +193,8 @@ def watch_closely(rank):
     with patch.object(watch, "LISTEN_SECONDS", 1.0):
         first, second = (Workers(dist.group.WORLD) for _ in range(2))
         said["threads"] = sum(t.name == "kfc-watch" for t in threading.enumerate())
-        start = time.perf_counter()
         for step in range(1000):
             second.at(step)
-        said["microseconds"] = 1e3 * (time.perf_counter() - start)
         if rank == 1:
             second.watch.leave("it has had enough")
             second.close()
@@ -229,7 +228,6 @@ def test_watches_in_special_cases():
     said = run_ranks(watch_closely, 3)
     for one in said:
         assert one["threads"] == 1
-        assert one["microseconds"] < 10
         assert one["fork"] == "this rank had left the others"
         assert one["destroyed"].startswith("rank ")
     for one in (said[0], said[2]):
@@ -312,13 +310,16 @@ def test_the_error_that_ends_a_process_is_found(monkeypatch):
     assert isinstance(found, KeyError)
 
 
-def test_signs_of_a_restart_have_another_place(monkeypatch):
-    class Group:
-        group_name = "a group of this test"
-
-    monkeypatch.setattr(watch, "_watches_made", Counter())
-    places = [watch._place_on_board(Group), watch._place_on_board(Group)]
+def places_on_boards(rank):
+    """Of two watches of one group, and of one after a restart, whose group has another store."""
+    first, second = (watch._place_on_board(dist.group.WORLD) for _ in range(2))
+    store = dist.PrefixStore("restarted", dist.distributed_c10d._get_default_store())
     watch._watches_made.clear()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    places.append(watch._place_on_board(Group))
-    assert len(set(places)) == 3
+    with patch.object(dist.distributed_c10d, "_get_process_group_store", return_value=store):
+        return first, second, watch._place_on_board(dist.group.WORLD)
+
+
+def test_signs_of_a_restart_have_another_place():
+    first, second = run_ranks(places_on_boards, 2)
+    assert first == second
+    assert len(set(first)) == 3

@@ -4,6 +4,7 @@ Most are forked, with the variables that torchrun sets, in place of an import of
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -90,6 +91,14 @@ def wait_for(path, seconds=60.0):
     latest = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < latest, f"there is no {path}"
+        time.sleep(0.01)
+
+
+def wait_for_progress(path, seconds=60.0):
+    latest = time.monotonic() + seconds
+    wait_for(path / "metrics.jsonl", seconds)
+    while '"progress"' not in (path / "metrics.jsonl").read_text():
+        assert time.monotonic() < latest, "there is no update"
         time.sleep(0.01)
 
 
@@ -231,6 +240,7 @@ def test_the_others_name_a_rank_that_was_killed(job, tmp_path):
     ranks = job.start(2, "train", *ENDLESS, "--out", path)
     wait_for(path / "checkpoint.pt")
     ranks[1].kill()
+    ranks[0].wait(30)
     done = ranks[0].completed()
     assert_clear_error(done, 1, "Error: rank 0 of 2: rank 1 has not been heard of", "killed")
     assert done.stderr.count("\n") == 1, "one line"
@@ -241,7 +251,7 @@ def test_the_others_name_a_rank_that_was_killed(job, tmp_path):
 
 def test_a_stopped_rank_is_not_waited_for_longer_than_the_timeout(job, tmp_path):
     path = tmp_path / "run"
-    ranks = job.start(2, "train", *ENDLESS, "--timeout", "2s", "--out", path)
+    ranks = job.start(2, "train", *ENDLESS, "--timeout", "4s", "--out", path)
     try:
         wait_for(path / "checkpoint.pt")
         ranks[1].send_signal(signal.SIGSTOP)
@@ -328,8 +338,7 @@ def test_ranks_with_other_data_do_not_begin(tmp_path):
 def test_an_interruption_saves_whatever_signals_follow(job, tmp_path):
     path = tmp_path / "run"
     ranks = job.start(2, "train", *ENDLESS, "--checkpoint-seconds", "1000", "--out", path)
-    wait_for(path / "metrics.jsonl")
-    time.sleep(0.5)
+    wait_for_progress(path)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
         for command in ranks:
             with suppress(ProcessLookupError):
@@ -402,18 +411,23 @@ def process_of_rank(rank, path):
 
 
 @pytest.mark.slow
-def test_torchrun_goes_on_after_a_kill(tmp_path):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_goes_on_after_a_kill(tmp_path, rank):
     path = tmp_path / "run"
     command = ("--max-restarts=1", "-m", "kfc", "train", *ENDLESS, "--epochs", "20")
     with torchrun(path, *command) as (job, log):
         wait_for(path / "checkpoint.pt")
-        os.kill(process_of_rank(1, path), signal.SIGKILL)
+        os.kill(process_of_rank(rank, path), signal.SIGKILL)
         assert job.wait(120) == 0, log.read_text()
     text = log.read_text()
-    assert "Error: rank 0 of 2: rank 1 has not been heard of" in text
-    assert f"Restarted: {path} goes on from update" in text
+    assert f"Error: rank {1 - rank} of 2: rank {rank} has not been heard of" in text
+    went_on = re.search(rf"Restarted: {re.escape(str(path))} goes on from update (\d+)", text)
+    assert int(went_on[1]) > 0, "there was a checkpoint"
     assert f"Run: {path}" in text
-    assert read_record(path).end["reason"] == "epochs"
+    record = read_record(path)
+    assert record.end["reason"] == "epochs"
+    updates = [row["update"] for row in record.progress]
+    assert updates == sorted(set(updates))
 
 
 @pytest.mark.slow
@@ -492,8 +506,8 @@ def test_mistakes_that_need_no_other_rank(monkeypatch, arguments, words):
 
 
 def test_a_rank_that_is_not_started_is_named(job, tmp_path):
-    done = job.run(2, "train", *SMALL, "--timeout", "1s", "--out", tmp_path / "run", WORLD_SIZE="3")
-    words = "rank 0 of 3 found no way to the others: after 1 s nothing had been heard of rank 2"
+    done = job.run(2, "train", *SMALL, "--timeout", "4s", "--out", tmp_path / "run", WORLD_SIZE="3")
+    words = "rank 0 of 3 found no way to the others: after 4 s nothing had been heard of rank 2"
     assert_clear_error(done[0], 1, words)
     assert_clear_error(done[1], 1, "rank 0 had not called this one, or not all had answered")
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from textwrap import shorten
@@ -48,7 +48,8 @@ def clear_errors() -> Iterator[None]:
     except RanksFailedError as failure:
         if failure.error is not None:
             complain(_of_rank(failure.rank, failure.error))
-        failure.part()
+        with suppress(WorkerError):  # one that did not wait
+            failure.part()
         raise typer.Exit(_code(failure.kind)) from failure
     except WorkerError as error:
         # What is known of the cause; below it the backend's own words, which may go on for pages.
@@ -104,6 +105,8 @@ class Interruption:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._patient and self.requested:
+            return  # more signals may come while the ranks part
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

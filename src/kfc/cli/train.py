@@ -195,11 +195,13 @@ class Plan:
     """
     Attributes:
         folder: of a run to go on with; ``None`` for a new one.
+        again: whether the launcher has started the same command before.
     """
 
     path: Path
     config: RunConfig
     folder: RunFolder | ForeignFolder | None
+    again: bool = False
 
 
 def _carry_out(
@@ -221,9 +223,10 @@ def _plan_to_begin(config: RunConfig, out: Path | None, launch: Launch) -> Plan:
     wanted = Path("runs") / _default_name(config)
     tried = [out] if out else takewhile(Path.exists, numbered(wanted))
     for path in tried:
-        if is_of_job(path, config, launch.job):
+        # Machines count restarts for themselves; but a job's name may be used for another, later.
+        if is_of_job(path, config, launch.job) and (launch.restarted or not read_record(path).end):
             _refuse_what_diverged(path, launch)
-            return Plan(path, config, RunFolder.open(path))
+            return Plan(path, config, RunFolder.open(path), again=True)
     return Plan(out or free_path(wanted), config, None)
 
 
@@ -236,7 +239,7 @@ def _plan_to_go_on(
     if not launch.restarted:
         _refuse_passed_limits(path, config)
     folder.set_config(config)
-    return Plan(path, config, folder)
+    return Plan(path, config, folder, again=launch.restarted)
 
 
 def _shared(plan: Plan | None, workers: Workers) -> Plan:
@@ -319,7 +322,7 @@ def _run(plan: Plan, data_dir: Path | None, launch: Launch, workers: Workers) ->
             )
         else:
             trainer = Trainer.resume(plan.folder, dataset, on_row=show, workers=workers)
-            if launch.restarted and not silent:
+            if plan.again and not silent:
                 say(f"Restarted: {plan.path} goes on from update {trainer.update}")
         try:
             if trainer.advance(interrupted=interrupted):

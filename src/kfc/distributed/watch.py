@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -37,7 +38,10 @@ NAMED_AT_MOST = 4
 End = Literal["", "left", "failed"]
 
 # What gloo, NCCL and torch say when a peer is gone; gloo names a file of its source.
-WORDS_OF_COLLECTIVES = ("gloo", "nccl", "closed by peer", "reset by peer", "timed out", "timeout")
+WORDS_OF_COLLECTIVES = (
+    *("gloo", "nccl", "closed by peer", "reset by peer"),
+    *("timed out waiting", "caused pair closure", "watchdog caught"),
+)
 
 
 @dataclass(frozen=True)
@@ -354,11 +358,13 @@ _watches_made: Counter[str] = Counter()
 def _place_on_board(group: dist.ProcessGroup) -> str:
     """Where the signs of this watch are: not where those of another are, or were before a restart.
 
-    Torch's launcher keeps its store when it starts all ranks again.
+    Torch's launcher keeps its server when it starts all ranks again, but gives their group another
+    part of it. There whoever comes first says what to call the place.
     """
     _watches_made[group.group_name] += 1
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"kfc/watch/{restarts}/{group.group_name}/{_watches_made[group.group_name]}"
+    key = f"kfc/watch/{group.group_name}/{_watches_made[group.group_name]}"
+    store = dist.distributed_c10d._get_process_group_store(group)
+    return f"{key}/{store.compare_set(key, '', uuid.uuid4().hex).decode()}"
 
 
 # Sentences
@@ -392,7 +398,7 @@ def _judge(
     if after.end == "failed":
         return 0, f"failed {_at(after.step)}: {after.reason}"
     if after.end == "left":
-        why = after.reason or "it had fewer batches"
+        why = after.reason or "it ended, perhaps with fewer batches"
         return 0, f"left {where}: {why}"
     silence = max(seconds, time.time() - after.clock)
     if before is not None and before.beat == after.beat and silence > SILENT_SECONDS:
@@ -438,7 +444,9 @@ def _end_watches() -> None:
     if watches and is_of_collective(error) and not any(watch.suffers for watch in watches):
         _print_explanation(max(watches, key=lambda watch: watch.step or 0))
     end, reason = _end_by(error)
+    suffers = any(watch.suffers for watch in watches)
     for watch in watches:
+        watch.suffers = suffers  # the process does, whichever of them has found out
         watch.leave(reason, end)
 
 

@@ -107,7 +107,7 @@ def joined(launch: Launch, timeout: float) -> Iterator[Workers]:
     workers = Workers(dist.group.WORLD)
     try:
         yield workers
-    except Exception as error:
+    except BaseException as error:
         # As the interpreter does with errors that nobody handles: the other ranks are told of it.
         sys.last_value = error
         raise
@@ -122,7 +122,8 @@ def explained_collectives(workers: Workers) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, WorkerError) or not is_of_collective(error):
+        alone = workers.size == 1
+        if alone or isinstance(error, WorkerError) or not is_of_collective(error):
             raise
         with workers.explained():
             raise
