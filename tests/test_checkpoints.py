@@ -112,18 +112,28 @@ def paths_of(value, path=()):
             yield from paths_of(inner, (*path, key))
 
 
+def test_a_state_from_before_there_were_workers_goes_on():
+    source, optimizer = trained(net()), trained(net(), steps=3)
+    state = source.state_dict()
+    del state["preconditioner"]["renewal"]
+    optimizer.load_state_dict(state)
+    for name, factors in source.factors.items():
+        assert torch.equal(optimizer.factors[name].activation, factors.activation)
+
+
 def test_every_missing_part_is_refused_before_anything_changes():
     source = trained(net())
     optimizer = trained(net(), steps=3)
     before = snapshot(optimizer)
     # A parameter may lack momentum or an average, if it had no gradient yet; a norm layer's only
-    # inverse, if it was never due; a state from before there were several kinds of curvature, that.
+    # inverse, if it was never due; a state from before there were several kinds of curvature, or
+    # workers, these.
     paths = [
         path
         for path in paths_of(source.state_dict())
         if (path[0] != "state" or len(path) == 1)
         and path[-2:] != ("inverse", "inverse")
-        and path[-1] != "structure"
+        and path[-1] not in ("structure", "renewal")
     ]
     assert len(paths) > 30
     for path in paths:

@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import kfc
-from kfc.distributed import watch
-from kfc.distributed.watch import Sign
+from kfc.distributed import board, errors, signs, watch
+from kfc.distributed.signs import Sign
 from kfc.distributed.workers import Workers
 from ranks import run_ranks, start_ranks
 
@@ -251,7 +251,7 @@ def test_a_group_that_meets_at_a_file_is_not_watched(tmp_path):
 
 
 def judge(after, *, before=None, seconds=3.0, own_step=5):
-    return watch._judge(before or after, after, seconds, own_step)
+    return signs.judge(before or after, after, seconds, own_step)
 
 
 def test_what_is_said_of_a_rank():
@@ -290,9 +290,9 @@ def test_errors_of_collectives_are_known():
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:5")
     late = RuntimeError("Timed out waiting 2000ms for recv operation to complete")
     for error in (lost, late, chained(SystemExit(1), lost), dist.DistBackendError("x")):
-        assert watch.is_of_collective(error)
+        assert errors.is_of_collective(error)
     for error in (None, RuntimeError("shapes differ"), ValueError("timeout must be positive")):
-        assert not watch.is_of_collective(error)
+        assert not errors.is_of_collective(error)
 
 
 def test_the_error_that_ends_a_process_is_found(monkeypatch):
@@ -312,11 +312,11 @@ def test_the_error_that_ends_a_process_is_found(monkeypatch):
 
 def places_on_boards(rank):
     """Of two watches of one group, and of one after a restart, whose group has another store."""
-    first, second = (watch._place_on_board(dist.group.WORLD) for _ in range(2))
+    first, second = (board.place_on_board(dist.group.WORLD) for _ in range(2))
     store = dist.PrefixStore("restarted", dist.distributed_c10d._get_default_store())
-    watch._watches_made.clear()
+    board._watches_made.clear()
     with patch.object(dist.distributed_c10d, "_get_process_group_store", return_value=store):
-        return first, second, watch._place_on_board(dist.group.WORLD)
+        return first, second, board.place_on_board(dist.group.WORLD)
 
 
 def test_signs_of_a_restart_have_another_place():

@@ -37,7 +37,7 @@ from kfc.layers.structures import STRUCTURES
 from kfc.likelihoods import Likelihood, resolve_likelihood
 from kfc.periods import Period, is_due, require_period
 from kfc.randomness import accelerators_of, forked_random_state
-from kfc.renewal import INVERSE_WORKERS, InverseWorkerKind, Renewal
+from kfc.renewal import INVERSE_WORKERS, NOTHING_IN_THE_MAKING, InverseWorkerKind, Renewal
 from kfc.schedule import DEFAULT_INVERSE_PERIOD, Schedule
 from kfc.session import without_autocast
 from kfc.skipping import SkippedSteps, named_ranks
@@ -46,7 +46,7 @@ from kfc.teamwork import describe_ranks, require_equal_ranks
 InverseKind = Literal["factored", "eigen"]
 CurvatureKind = Literal["kfc", "sua", "prong", "diagonal", "ekfac"]
 
-STATE_KEYS = ("steps", "skipped_steps", "generator", "budget", "curvature", "renewal")
+STATE_KEYS = ("steps", "skipped_steps", "generator", "budget", "curvature")
 
 # When the same thing goes wrong so often in a row, on several ranks, it will not go right again.
 MOST_SKIPPED_IN_A_ROW = 10
@@ -528,7 +528,7 @@ class Preconditioner:
         Schedule.check_state(state["budget"])
         self.gathering.generator.check_state(state["generator"])
         self.curvature.check_state(state["curvature"])
-        Renewal.check_state(state["renewal"])
+        Renewal.check_state(state.get("renewal", NOTHING_IN_THE_MAKING))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; the model's own parameters are loaded separately."""
@@ -540,7 +540,7 @@ class Preconditioner:
         self.gathering.clock_device = self.schedule.clock_device
         self._be_at(state["steps"])
         self.curvature.load_state_dict(state["curvature"])
-        self.renewal.load_state_dict(state["renewal"])
+        self.renewal.load_state_dict(state.get("renewal", NOTHING_IN_THE_MAKING))
         self._is_first = True
 
 

@@ -21,6 +21,14 @@ from kfc.layers.base import Inverse
 InverseWorkerKind = Literal["thread"]
 INVERSE_WORKERS = (None, "thread")
 
+# The state of one without a job; and of all, before there were workers.
+NOTHING_IN_THE_MAKING: Mapping[str, Any] = {
+    "made_at": 0,
+    "begun": None,
+    "latest": None,
+    "blocks": {},
+}
+
 
 @dataclass
 class Job:
@@ -139,7 +147,7 @@ class Renewal:
         """Waits for what is in the making. All ranks have the same: of what, not what becomes."""
         job = self._job
         if job is None:
-            return {"made_at": self.made_at, "begun": None, "latest": None, "blocks": {}}
+            return {**NOTHING_IN_THE_MAKING, "made_at": self.made_at}
         wait([job.share])  # whether it went well is for a step to say
         blocks = {
             name: {

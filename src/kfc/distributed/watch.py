@@ -7,67 +7,27 @@ read, the store of the process group; and before it ends it says there why.
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import sys
 import threading
 import time
-import uuid
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from typing import Any, Literal
 
 import torch.distributed as dist
+
+from kfc.distributed.board import PATIENCE_SECONDS, Board
+from kfc.distributed.errors import is_of_collective, with_causes
+from kfc.distributed.signs import End, Sign, judge
 
 # A step does not wait for its sign: to wake a thread takes 50 µs, or milliseconds if all cores are
 # at work. So what is known of a rank that was killed is up to a beat old.
 BEAT_SECONDS = 0.5
-SILENT_SECONDS = 2.0
 LISTEN_SECONDS = 3.0
 READ_SECONDS = 0.2
-# For a store that takes long to answer.
-PATIENCE_SECONDS = 1.0
-CONNECT_SECONDS = 10.0
 NAMED_AT_MOST = 4
-
-End = Literal["", "left", "failed"]
-
-# What gloo, NCCL and torch say when a peer is gone; gloo names a file of its source.
-WORDS_OF_COLLECTIVES = (
-    *("gloo", "nccl", "closed by peer", "reset by peer"),
-    *("timed out waiting", "caused pair closure", "watchdog caught"),
-)
-
-
-@dataclass(frozen=True)
-class Sign:
-    """What a rank has last said of itself.
-
-    Attributes:
-        beat: grows as long as it lives.
-        step: it was in; ``None`` before the first.
-        clock: its wall clock then, in seconds.
-        suffers: from the fault of another, as the rank that asks does.
-        end: how it ended, if it has.
-        reason: why, in its own words.
-    """
-
-    beat: int = 0
-    step: int | None = None
-    clock: float = 0.0
-    suffers: bool = False
-    end: End = ""
-    reason: str = ""
-
-    @property
-    def is_confession(self) -> bool:
-        """Whether the rank has ended on its own account."""
-        return self.end != "" and not self.suffers
 
 
 def start_watch(group: dist.ProcessGroup) -> Watch | None:
@@ -96,7 +56,7 @@ class Watch:
         self.suffers = False  # from the fault of another rank
         self._names = _names_of_ranks(group)
         self._holder = _holder_of_store(group)
-        self._board = _Board(group)
+        self._board = Board(group)
         self.step: int | None = None
         self._end: End = ""
         self._reason = ""
@@ -226,7 +186,7 @@ class Watch:
         sentences: dict[int, list[str]] = {}
         for rank, (before, after) in enumerate(zip(first.signs, last.signs, strict=True)):
             if rank != self.rank:
-                innocence, sentence = _judge(before, after, last.time - first.time, self.step)
+                innocence, sentence = judge(before, after, last.time - first.time, self.step)
                 sentences.setdefault(innocence, []).append(f"{self._names[rank]} {sentence}")
         suspects = sentences[min(sentences)]
         named = suspects[:NAMED_AT_MOST]
@@ -297,76 +257,6 @@ def _heart_of_this_process() -> _Heart:
     return _heart
 
 
-# The store
-
-
-class _Board:
-    """Keys of the group's store, one for each rank, through a connection of its own.
-
-    Its own, because torch's may be busy, and because it stays when the group is destroyed. Besides
-    there is a line on which nothing is ever said: it shows when the server is gone, before torch
-    notices and prints pages about it, as it would at the end of every run in which rank 0, which
-    holds the store, is first.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        host, port = _address_of_store(group)
-        self.is_gone = False
-        self._place = _place_on_board(group)
-        self._line = socket.create_connection((host, port), CONNECT_SECONDS)
-        self._line.setblocking(False)
-        timeout = timedelta(seconds=CONNECT_SECONDS)
-        store_at = dist.TCPStore  # type: ignore[attr-defined]
-        self._store = store_at(host, port, wait_for_workers=False, timeout=timeout)
-        self._store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))
-
-    def write(self, rank: int, sign: Sign) -> None:
-        self._assert_there()
-        self._store.set(self._key(rank), json.dumps(asdict(sign)))
-
-    def read(self, rank: int) -> Sign | None:
-        self._assert_there()
-        key = self._key(rank)
-        return Sign(**json.loads(self._store.get(key))) if self._store.check([key]) else None
-
-    def close(self) -> None:
-        self.is_gone = True
-        self._line.close()
-        del self._store
-
-    def _key(self, rank: int) -> str:
-        return f"{self._place}/{rank}"
-
-    def _assert_there(self) -> None:
-        with suppress(BlockingIOError):
-            if not self._line.recv(1, socket.MSG_PEEK):
-                raise ConnectionResetError("the store is gone")
-
-
-def _address_of_store(group: dist.ProcessGroup) -> tuple[str, int]:
-    store: Any = dist.distributed_c10d._get_process_group_store(group)
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if not hasattr(store, "port"):
-        raise ValueError(f"ranks cannot meet at a {type(store).__name__}, which has no server")
-    return store.host, store.port
-
-
-_watches_made: Counter[str] = Counter()
-
-
-def _place_on_board(group: dist.ProcessGroup) -> str:
-    """Where the signs of this watch are: not where those of another are, or were before a restart.
-
-    Torch's launcher keeps its server when it starts all ranks again, but gives their group another
-    part of it. There whoever comes first says what to call the place.
-    """
-    _watches_made[group.group_name] += 1
-    key = f"kfc/watch/{group.group_name}/{_watches_made[group.group_name]}"
-    store = dist.distributed_c10d._get_process_group_store(group)
-    return f"{key}/{store.compare_set(key, '', uuid.uuid4().hex).decode()}"
-
-
 # Sentences
 
 
@@ -376,44 +266,6 @@ def _names_of_ranks(group: dist.ProcessGroup) -> list[str]:
     if ranks == list(range(dist.get_world_size())):
         return [f"rank {rank}" for rank in ranks]
     return [f"rank {rank} (of all processes: {of_all})" for rank, of_all in enumerate(ranks)]
-
-
-def _judge(
-    before: Sign | None, after: Sign | None, seconds: float, own_step: int | None
-) -> tuple[int, str]:
-    """How little suspicious a rank is, and what is known of it.
-
-    Args:
-        before: its sign, read first.
-        after: read last.
-        seconds: between the two.
-        own_step: of the rank that asks.
-    """
-    if after is None:
-        return 0, "has not begun to train"
-    is_elsewhere, where = after.step != own_step, _where(after.step, own_step)
-    if after.suffers:
-        sentence = f"failed in the same way, {where}: perhaps each waited for the other"
-        return 1 if is_elsewhere else 3, sentence
-    if after.end == "failed":
-        return 0, f"failed {_at(after.step)}: {after.reason}"
-    if after.end == "left":
-        why = after.reason or "it ended, perhaps with fewer batches"
-        return 0, f"left {where}: {why}"
-    silence = max(seconds, time.time() - after.clock)
-    if before is not None and before.beat == after.beat and silence > SILENT_SECONDS:
-        since = f"for {silence:.0f} s, when it was {_at(after.step)}"
-        return 0, f"has not been heard of {since}: it was killed or stopped, or is stuck"
-    return 1 if is_elsewhere else 2, f"is alive, {where}: it waits elsewhere, or is slow"
-
-
-def _where(step: int | None, own_step: int | None) -> str:
-    also = " as this rank" if step == own_step else f", while this rank is {_at(own_step)}"
-    return _at(step) + also
-
-
-def _at(step: int | None) -> str:
-    return "before its first step" if step is None else f"at step {step}"
 
 
 def _about_store(is_gone: bool) -> str:
@@ -467,28 +319,8 @@ def _uncaught_error() -> BaseException | None:
 
 def _end_by(error: BaseException | None) -> tuple[End, str]:
     # torch.multiprocessing exits with a code after an error.
-    errors = [cause for cause in _with_causes(error) if not isinstance(cause, SystemExit)]
+    errors = [cause for cause in with_causes(error) if not isinstance(cause, SystemExit)]
     if not errors:
         return "left", ""
     first_line = str(errors[0]).partition("\n")[0]
     return "failed", f"{type(errors[0]).__name__}: {first_line}"
-
-
-def is_of_collective(error: BaseException | None) -> bool:
-    """Whether it, or what led to it, is what a collective raises if a peer is gone."""
-    return any(map(_is_itself_of_collective, _with_causes(error)))
-
-
-def _is_itself_of_collective(error: BaseException) -> bool:
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in WORDS_OF_COLLECTIVES)
-
-
-def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__

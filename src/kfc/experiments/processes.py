@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from kfc.distributed.watch import is_of_collective
+from kfc.distributed.errors import is_of_collective
 from kfc.distributed.workers import WorkerError, Workers
 from kfc.experiments.config import ConfigError
 from kfc.experiments.data import DataError
