@@ -71,6 +71,20 @@ def seconds_of(step: Run, steps: int, threads: int) -> float:
 # Ranks
 
 
+def found_by_ranks(function: Callable[..., None], options: argparse.Namespace) -> Any:
+    """What the function, run by every rank, hands over."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(function, (options.ranks, options, folder), options.ranks)
+        return json.loads(Path(folder, "found.json").read_text())
+
+
+def hand_over(found: Any, folder: str) -> None:
+    """At the end of a rank: what rank 0 has counts."""
+    if dist.get_rank() == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
 def optimizer_of(name: str, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     if name == "SGD":
         return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
@@ -101,15 +115,11 @@ def time_ranks(rank: int, size: int, options: argparse.Namespace, folder: str) -
             if turn:  # the first warms up
                 seconds.setdefault(f"{name}, {size} processes", []).append(parallel)
                 seconds.setdefault(f"{name}, one process", []).append(single)
-    if rank == 0:
-        Path(folder, "seconds.json").write_text(json.dumps(seconds))
-    dist.destroy_process_group()
+    hand_over(seconds, folder)
 
 
 def measure_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(time_ranks, (options.ranks, options, folder), options.ranks)
-        seconds = json.loads(Path(folder, "seconds.json").read_text())
+    seconds = found_by_ranks(time_ranks, options)
     rows = []
     for name in ("SGD", "KFC"):
         one = seconds[f"{name}, one process"]
@@ -207,15 +217,11 @@ def count_traffic(rank: int, size: int, options: argparse.Namespace, folder: str
             }
         )
         optimizer.close()
-    if rank == 0:
-        Path(folder, "rows.json").write_text(json.dumps(rows))
-    dist.destroy_process_group()
+    hand_over(rows, folder)
 
 
 def measure_traffic(options: argparse.Namespace) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(count_traffic, (options.ranks, options, folder), options.ranks)
-        rows: list[dict[str, Any]] = json.loads(Path(folder, "rows.json").read_text())
+    rows: list[dict[str, Any]] = found_by_ranks(count_traffic, options)
     return rows
 
 
