@@ -1,9 +1,9 @@
-"""Several ranks and a worker for inverses: `python benchmarks/distributed.py --help`.
+"""Time several ranks and asynchronous inverses: `python benchmarks/distributed.py --help`.
 
-Three tables. "ranks": images per second of one process with all cores against one process for each
-core, which share the batch. "worker": what inverses add to a step when they are renewed in it, and
-when a thread does so beside it. "traffic": bytes sent per step, by placement. Within a table all
-settings take turns in one run, and ratios are taken within each round.
+There are three tables. "ranks": images per second of one process with all cores, and of one process
+per core, which share the batch. "asynchronous": the time that inverses add to a step if they are
+refreshed in the step, and if a thread computes them. "traffic": bytes sent per step, by placement.
+All settings of a table take turns in one run, and ratios are computed within each round.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -28,21 +28,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import kfc
-from kfc.budget import longest
-from kfc.schedule import DEFAULT_INVERSE_PERIOD, DEFAULT_STATISTICS_PERIOD
+from kfc.schedule import longest
 
-SECTIONS = ("ranks", "worker", "traffic")
-# Next to nothing: with inverses that are never renewed, parameters must stay where they are.
+SECTIONS = ("ranks", "asynchronous", "traffic")
+# So small that parameters hardly change: some settings never refresh their inverses.
 LR = 1e-9
 NEVER = 10**9
-# As long as the longest period, so that every part is in it as often as in a long training.
-STEPS = longest(DEFAULT_INVERSE_PERIOD)
+# The default periods at the end of a long run, and as many steps as the longer one.
+STEPS = longest(kfc.Periods().inverse)
+SETTLED = kfc.Periods(longest(kfc.Periods().statistics), STEPS)
 PERIODS = (1, 2, 5, 10, 20)
 PLACEMENTS = ("replicated", "shared", "gradients", "auto")
-SETTLED: Mapping[str, Any] = {
-    "statistics_period": longest(DEFAULT_STATISTICS_PERIOD),
-    "inverse_period": STEPS,
-}
 
 Run = Callable[[], None]
 
@@ -50,6 +46,8 @@ Run = Callable[[], None]
 def training(
     run: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor
 ) -> Run:
+    """Return a function that trains one step on a batch."""
+
     def step() -> None:
         optimizer.zero_grad()
         F.cross_entropy(run(images), labels).backward()
@@ -59,9 +57,9 @@ def training(
 
 
 def seconds_of(step: Run, steps: int, threads: int) -> float:
-    """Per step."""
+    """Return the mean time of some steps."""
     torch.set_num_threads(threads)
-    step()  # to wake the threads up
+    step()  # starts the threads
     start = perf_counter()
     for _ in range(steps):
         step()
@@ -71,28 +69,29 @@ def seconds_of(step: Run, steps: int, threads: int) -> float:
 # Ranks
 
 
-def found_by_ranks(function: Callable[..., None], options: argparse.Namespace) -> Any:
-    """What the function, run by every rank, hands over."""
+def run_ranks(function: Callable[..., None], options: argparse.Namespace) -> Any:
+    """Run a function on every rank; return what rank 0 passes to :func:`finish`."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(function, (options.ranks, options, folder), options.ranks)
         return json.loads(Path(folder, "found.json").read_text())
 
 
-def hand_over(found: Any, folder: str) -> None:
-    """At the end of a rank: what rank 0 has counts."""
+def finish(found: Any, folder: str) -> None:
+    """Save the results of rank 0 and leave the process group."""
     if dist.get_rank() == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def optimizer_of(name: str, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+def optimizer_of(name: str, model: nn.Module, **options: Any) -> Any:
+    """Return SGD, or KFC with options."""
     if name == "SGD":
         return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    return kfc.KFC(model, lr=LR, **SETTLED, **options)
+    return kfc.KFC(model, lr=LR, schedule=SETTLED, **options)
 
 
 def time_ranks(rank: int, size: int, options: argparse.Namespace, folder: str) -> None:
-    """In every rank: turns of all ranks together, and of rank 0 alone while the others wait."""
+    """Time all ranks together, and in turn rank 0 alone while the others wait."""
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
     network = NETWORKS[options.network]
     torch.manual_seed(0)
@@ -104,7 +103,7 @@ def time_ranks(rank: int, size: int, options: argparse.Namespace, folder: str) -
         run = DistributedDataParallel(network.model(torch.device("cpu")))
         together[name] = training(run, optimizer_of(name, run), images[mine], labels[mine])
         model = network.model(torch.device("cpu"))
-        group = {"process_group": None} if name == "KFC" else {}
+        group = {"parallel": kfc.Parallel(group=None)} if name == "KFC" else {}
         alone[name] = training(model, optimizer_of(name, model, **group), images, labels)
     cores = os.cpu_count() or 1
     for turn in range(options.rounds + 1):
@@ -112,14 +111,15 @@ def time_ranks(rank: int, size: int, options: argparse.Namespace, folder: str) -
             parallel = seconds_of(together[name], STEPS, max(1, cores // size))
             single = seconds_of(alone[name], STEPS, cores) if rank == 0 else 0.0
             dist.barrier()
-            if turn:  # the first warms up
+            if turn:  # the first round warms up
                 seconds.setdefault(f"{name}, {size} processes", []).append(parallel)
                 seconds.setdefault(f"{name}, one process", []).append(single)
-    hand_over(seconds, folder)
+    finish(seconds, folder)
 
 
 def measure_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
-    seconds = found_by_ranks(time_ranks, options)
+    """Return images per second of one process and of several ranks."""
+    seconds = run_ranks(time_ranks, options)
     rows = []
     for name in ("SGD", "KFC"):
         one = seconds[f"{name}, one process"]
@@ -138,34 +138,34 @@ def measure_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-# Inverses beside training
+# Asynchronous inverses
 
 
-def measure_worker(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_asynchronous(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the time that inverses add to a step, by period, relative to a step without."""
     network = NETWORKS[options.network]
     torch.manual_seed(0)
     images, labels = network.data(options.batch, torch.device("cpu"))
     cores = options.threads or os.cpu_count() or 1
 
-    def step_of(period: int, worker: str | None) -> Run:
+    def step_of(period: int, asynchronous: bool) -> Run:
         model = network.model(torch.device("cpu"))
         optimizer = kfc.KFC(
             model,
             lr=LR,
-            fisher_clip=None,
-            statistics_period=SETTLED["statistics_period"],
-            inverse_period=period,
-            inverse_worker=worker,
-            inverse=options.inverse,
+            clip=None,
+            schedule=kfc.Periods(SETTLED.statistics, period),
+            curvature=kfc.Kronecker(inverse=options.inverse),
+            parallel=kfc.Parallel(asynchronous=asynchronous),
         )
         return training(model, optimizer, images, labels)
 
-    never = step_of(NEVER, None)
-    steps = {(p, w): step_of(p, w) for p in PERIODS for w in (None, "thread")}
-    ratios: dict[tuple[int, str | None], list[float]] = {key: [] for key in steps}
+    never = step_of(NEVER, False)
+    steps = {(p, a): step_of(p, a) for p in PERIODS for a in (False, True)}
+    ratios: dict[tuple[int, bool], list[float]] = {key: [] for key in steps}
     for turn in range(options.rounds + 1):
         for key, step in steps.items():
-            # Before and after: the machine may be in another mood from one minute to the next.
+            # Compare with steps before and after, because the load of the machine changes.
             before = seconds_of(never, STEPS // 2, cores)
             taken = seconds_of(step, STEPS, cores)
             after = seconds_of(never, STEPS // 2, cores)
@@ -173,9 +173,9 @@ def measure_worker(options: argparse.Namespace) -> list[dict[str, Any]]:
                 ratios[key].append(2 * taken / (before + after))
     return [
         {
-            "inverse_period": period,
-            "in the step": statistics.median(ratios[period, None]) - 1,
-            "beside it": statistics.median(ratios[period, "thread"]) - 1,
+            "inverse period": period,
+            "in the step": statistics.median(ratios[period, False]) - 1,
+            "asynchronous": statistics.median(ratios[period, True]) - 1,
         }
         for period in PERIODS
     ]
@@ -185,6 +185,7 @@ def measure_worker(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def count_traffic(rank: int, size: int, options: argparse.Namespace, folder: str) -> None:
+    """Count the bytes per step that each placement sends."""
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
     network = NETWORKS[options.network]
     torch.set_num_threads(1)
@@ -192,7 +193,7 @@ def count_traffic(rank: int, size: int, options: argparse.Namespace, folder: str
     rows = []
     for placement in PLACEMENTS:
         run = DistributedDataParallel(network.model(torch.device("cpu")))
-        optimizer = kfc.KFC(run, lr=LR, **SETTLED, inverse_placement=placement)
+        optimizer = optimizer_of("KFC", run, parallel=kfc.Parallel(placement=placement))
         step = training(run, optimizer, images, labels)
         step()
         before = optimizer.diagnostics["ranks"]["sent"]
@@ -217,11 +218,12 @@ def count_traffic(rank: int, size: int, options: argparse.Namespace, folder: str
             }
         )
         optimizer.close()
-    hand_over(rows, folder)
+    finish(rows, folder)
 
 
 def measure_traffic(options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = found_by_ranks(count_traffic, options)
+    """Return the bytes per step that each placement sends."""
+    rows: list[dict[str, Any]] = run_ranks(count_traffic, options)
     return rows
 
 
@@ -229,6 +231,7 @@ def measure_traffic(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """Print a table as markdown."""
     print(f"\n{title}\n")
     print("| " + " | ".join(rows[0]) + " |")
     print("|" + "---|" * len(rows[0]))
@@ -249,11 +252,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--inverse", choices=("factored", "eigen"), default="factored")
     parser.add_argument(
-        "--threads", type=int, help="of training beside the worker; by default all cores"
+        "--threads", type=int, help="threads of training with asynchronous inverses; default: all"
     )
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
-    measures = {"ranks": measure_ranks, "worker": measure_worker, "traffic": measure_traffic}
+    measures = {
+        "ranks": measure_ranks,
+        "asynchronous": measure_asynchronous,
+        "traffic": measure_traffic,
+    }
     found: dict[str, Any] = {"machine": machine(torch.device("cpu")), "options": str(options)}
     for section in options.sections:
         found[section] = measures[section](options)

@@ -1,4 +1,4 @@
-"""What a benchmark ran on."""
+"""The machine and the versions that a benchmark ran on, and its peak memory."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ import platform
 from collections.abc import Callable
 from datetime import date
 from importlib import metadata
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 
 def processor() -> str:
-    """What the system calls it; Linux tells in a file."""
+    """Return the name of the processor."""
     try:
-        with open("/proc/cpuinfo") as file:
-            names = [
-                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
-            ]
+        lines = Path("/proc/cpuinfo").read_text().splitlines()  # Linux only
     except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
+        lines = []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def versions(packages: list[str]) -> dict[str, str]:
-    """Of installed distributions; "not installed" for the others."""
+    """Return the versions of distributions, or "not installed"."""
     found = {}
     for package in packages:
         try:
@@ -35,6 +34,7 @@ def versions(packages: list[str]) -> dict[str, str]:
 
 
 def machine(device: torch.device) -> dict[str, str]:
+    """Return the date, the device, and the versions of torch and Python."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     return {
         "date": date.today().isoformat(),
@@ -46,7 +46,7 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """The most that torch's CPU allocator holds at a time of what the run allocates."""
+    """Return the largest memory that torch's CPU allocator held for a function at any time."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         run()
     held = peak = 0
@@ -58,6 +58,6 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the device has done all it was told; a clock read before that tells nothing."""
+    """Wait until the device has finished, so that a clock can be read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

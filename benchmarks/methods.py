@@ -1,13 +1,14 @@
-"""The optimizers that are compared, each used as its documentation says.
+"""The optimizers to compare, each used as its documentation recommends.
 
-A method is built for a model and gives a function that trains on one batch. What a library leaves
-to its user (curvature without an optimizer) is completed by inverses and SGD with momentum.
+Every method builds, for a model, a function that trains on one batch. Libraries that provide
+curvature without an optimizer are completed with inverses and SGD with momentum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,22 +19,23 @@ import kfc
 
 Step = Callable[[Tensor, Tensor], None]
 
-# Small, so that nobody's loss wanders off while it is timed.
+# Small, so that no loss diverges while it is timed.
 LR = 1e-4
 DAMPING = 1e-3
 NEVER = 10**9
-# At amortised settings, how many steps one preconditioner serves.
+# The number of steps per refresh of the preconditioner at amortised settings.
 AMORTISED = 10
 
 
 @dataclass(frozen=True)
 class Method:
-    """
+    """An optimizer with its settings.
+
     Attributes:
-        package: the distribution it comes from.
-        build: of a model, or of none if it brings its own.
-        cycle: how many steps make one round of its settings.
-        note: what is particular about how it was run.
+        package: the distribution that contains it.
+        build: returns a function that trains a model on a batch.
+        cycle: the number of steps after which its work repeats.
+        note: how its use differs from that of the others.
     """
 
     name: str
@@ -44,7 +46,7 @@ class Method:
 
 
 def usual(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """The loop that everybody writes."""
+    """Return the usual training step."""
 
     def step(images: Tensor, labels: Tensor) -> None:
         optimizer.zero_grad()
@@ -59,7 +61,7 @@ def preconditioned(
     inverse_of: Callable[[Tensor, Tensor], Callable[[list[Tensor]], Iterable[Tensor]]],
     period: int,
 ) -> Step:
-    """SGD with momentum on gradients times an inverse that is renewed every few steps."""
+    """Return SGD steps on gradients times an inverse, refreshed once per period."""
     optimizer = sgd(model)
     parameters = list(model.parameters())
     inverse: Callable[[list[Tensor]], Iterable[Tensor]] | None = None
@@ -89,7 +91,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def muon(model: nn.Module) -> Step:
-    """Muon takes matrices; the rest, here every convolution, goes to AdamW."""
+    """Use Muon for matrices and AdamW for the other parameters, here all convolutions."""
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
     optimizers = [torch.optim.Muon(matrices, lr=LR), torch.optim.AdamW(others, lr=LR)]
@@ -104,8 +106,17 @@ def muon(model: nn.Module) -> Step:
     return step
 
 
-def our_kfc(**options: object) -> Callable[[nn.Module], Step]:
-    return lambda model: usual(model, kfc.KFC(model, lr=LR, **options))  # type: ignore[arg-type]
+def our_kfc(
+    name: str, period: int | None = None, cycle: int = 1, note: str = "", **options: Any
+) -> Method:
+    """Return KFC with options; ``period`` is that of both statistics and inverses."""
+    if period is not None:
+        options["schedule"] = kfc.Periods(period, period)
+
+    def build(model: nn.Module) -> Step:
+        return usual(model, kfc.KFC(model, lr=LR, **options))
+
+    return Method(name, "kfc-torch", build, cycle, note)
 
 
 def singd(period: int) -> Callable[[nn.Module], Step]:
@@ -151,7 +162,7 @@ def nngeometry(period: int) -> Callable[[nn.Module], Step]:
         from nngeometry.object import PMatKFAC, PVector
         from torch.utils.data import DataLoader, TensorDataset
 
-        # Its solves take views, which channels_last gradients do not allow.
+        # Its solves need views, which channels_last gradients do not have.
         model.to(memory_format=torch.contiguous_format)
         layers = LayerCollection.from_model(model)
         device = str(next(model.parameters()).device)
@@ -188,7 +199,7 @@ def backpack(period: int) -> Callable[[nn.Module], Step]:
         from backpack.extensions import KFAC
 
         if any(isinstance(m, nn.AvgPool2d) and not m.count_include_pad for m in model.modules()):
-            # It refuses such pooling; only the paper's networks have it.
+            # BackPACK does not support this pooling, which only the paper's networks use.
             convolutions = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
             first, second, third = (conv.out_channels for conv in convolutions)
             model = paper_network((first, second, third), padded_pools=True)
@@ -243,7 +254,7 @@ def heavyball(name: str, **options: object) -> Callable[[nn.Module], Step]:
     def build(model: nn.Module) -> Step:
         import heavyball as library
 
-        # As its documentation says for quick starts: tuning takes minutes in the first step.
+        # As its documentation recommends: compilation takes minutes in the first step.
         library.utils.compile_mode = None
         return usual(model, getattr(library, name)(model.parameters(), lr=LR, **options))
 
@@ -253,7 +264,7 @@ def heavyball(name: str, **options: object) -> Callable[[nn.Module], Step]:
 def several(
     label: str, package: str, build: Callable[[int], Callable[[nn.Module], Step]], note: str = ""
 ) -> list[Method]:
-    """At every-step and at amortised settings."""
+    """Return a method with a refresh in every step, and with amortised refreshes."""
     return [
         Method(f"{label}, every step", package, build(1), note=note),
         Method(f"{label}, every {AMORTISED}", package, build(AMORTISED), AMORTISED, note),
@@ -263,35 +274,17 @@ def several(
 PLAIN = Method("SGD", "torch", lambda m: usual(m, sgd(m)), note="momentum 0.9")
 
 OURS = [
-    Method(
-        "KFC, every step, exact clip",
-        "kfc-torch",
-        our_kfc(statistics_period=1, inverse_period=1, clip_period=1),
-    ),
-    Method(
-        "KFC, every step, no clip",
-        "kfc-torch",
-        our_kfc(statistics_period=1, inverse_period=1, fisher_clip=None),
-    ),
-    Method(
-        f"KFC, every {AMORTISED}, no clip",
-        "kfc-torch",
-        our_kfc(statistics_period=AMORTISED, inverse_period=AMORTISED, fisher_clip=None),
-        AMORTISED,
-    ),
-    Method(
-        "KFC, nothing due",
-        "kfc-torch",
-        our_kfc(statistics_period=NEVER, inverse_period=NEVER, fisher_clip=None),
-        note="natural gradient with old inverses",
-    ),
+    our_kfc("KFC, every step, exact clip", period=1, clip=kfc.FisherClip(period=1)),
+    our_kfc("KFC, every step, no clip", period=1, clip=None),
+    our_kfc(f"KFC, every {AMORTISED}, no clip", period=AMORTISED, cycle=AMORTISED, clip=None),
+    our_kfc("KFC, nothing due", period=NEVER, clip=None, note="natural gradient with old inverses"),
 ]
 
-DEFAULT = Method("KFC, default settings", "kfc-torch", our_kfc())
+DEFAULT = our_kfc("KFC, default settings")
 
 PEERS = [
     Method("Adam", "torch", lambda m: usual(m, adam(m))),
-    Method("Muon", "torch", muon, note="AdamW for what is not a matrix: all convolutions"),
+    Method("Muon", "torch", muon, note="AdamW for all convolutions"),
     *several("SINGD", "singd", singd, "dense structure, empirical Fisher"),
     *several("curvlinops KFAC", "curvlinops-for-pytorch", curvlinops, "sampled targets"),
     *several("NNGeometry KFAC", "nngeometry", nngeometry, "sampled targets, contiguous maps"),
@@ -299,7 +292,7 @@ PEERS = [
         "BackPACK KFAC",
         "backpack-for-pytorch",
         backpack,
-        "sampled targets; average pooling with padding, for it refuses the other",
+        "sampled targets; average pooling with padding",
     ),
     *several(
         "SOAP (pytorch-optimizer)",

@@ -1,4 +1,4 @@
-"""The networks that steps are timed on, all for images with three channels."""
+"""The networks that steps are timed on, for images with three channels."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Network:
+    """A network with the size of its images and its usual batch size."""
+
     build: Callable[[], nn.Module]
     size: int
     batch: int
@@ -25,11 +27,11 @@ class Network:
 
 
 def paper_network(widths: tuple[int, int, int], padded_pools: bool = False) -> nn.Module:
-    """Three 5x5 convolutions, max pooling once and average pooling twice; no normalisation.
+    """Return three 5x5 convolutions with max pooling and average pooling, as in the paper.
 
     Args:
-        padded_pools: average over windows with a padding instead of a ceiling, for libraries that
-            cannot do the other; maps have the same sizes.
+        padded_pools: pad the maps for average pooling instead of using ``ceil_mode``, which not
+            every library supports; maps have the same sizes.
     """
     first, second, third = widths
 
@@ -54,7 +56,7 @@ def paper_network(widths: tuple[int, int, int], padded_pools: bool = False) -> n
 
 
 def vgg_like() -> nn.Module:
-    """3x3 convolutions in pairs, max pooling between."""
+    """Return pairs of 3x3 convolutions with max pooling in between."""
     layers: list[nn.Module] = []
     channels = 3
     for width in (32, 64, 128):
@@ -66,6 +68,8 @@ def vgg_like() -> nn.Module:
 
 
 class Residual(nn.Module):
+    """Two 3x3 convolutions with a shortcut around them."""
+
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
@@ -82,7 +86,7 @@ class Residual(nn.Module):
 
 
 def resnet18_like() -> nn.Module:
-    """ResNet-18's shape for small images, at a quarter of its width."""
+    """Return ResNet-18 for small images, at a quarter of its width."""
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)]
     layers.append(nn.ReLU())
     channels = 16

@@ -1,4 +1,4 @@
-"""A page with the results as figures: self-contained, drawn as SVG."""
+"""A self-contained page with the results as SVG figures."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ td, th { text-align: left; padding: .15rem .8rem .15rem 0; vertical-align: top; 
 
 
 def write_page(results: dict[str, Any], path: Path) -> None:
+    """Write the results of a benchmark as a page."""
     parts = [f"<h1>kfc: benchmarks on {escape(results['network'])}, batch {results['batch']}</h1>"]
     about = {**results["machine"], **results["versions"]}
     parts.append(f'<p class="small">{escape(", ".join(f"{k} {v}" for k, v in about.items()))}</p>')
     if "steps" in results:
         caption = (
-            "Time of a training step relative to SGD's in the same round: medians, quartiles as "
-            "thin lines. Logarithmic."
+            "Time of a training step relative to that of SGD in the same round: medians, with "
+            "quartiles as thin lines. Logarithmic axis."
         )
         parts += ["<h2>A training step</h2>", figure(bars(results["steps"]), caption)]
     if "default" in results:
@@ -46,7 +47,7 @@ def write_page(results: dict[str, Any], path: Path) -> None:
             }
             for r in results["moments"]
         ]
-        caption = "How many times faster patch moments are than unfold-and-multiply. Logarithmic."
+        caption = "Speed-up of patch moments over unfold-and-multiply. Logarithmic axis."
         parts += ["<h2>Patch moments</h2>", figure(bars(rows), caption)]
     for growth in results.get("growth", []):
         slopes = ", ".join(f"{name} {value:.2f}" for name, value in growth["slopes"].items())
@@ -77,7 +78,7 @@ def colour(name: str, ours: bool) -> str:
 
 
 def bars(rows: Sequence[dict[str, Any]]) -> str:
-    """Horizontal, from 1 on, on a logarithmic axis."""
+    """Return horizontal bars that start at 1, on a logarithmic axis."""
     left, width, height = 290, 800, 26
     most = max(row["ratio_quartiles"][1] for row in rows) * 1.15
     lowest = min(0.9, *(row["ratio_quartiles"][0] for row in rows))
@@ -110,7 +111,7 @@ def bars(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def lines(growth: dict[str, Any]) -> str:
-    """Times over sizes, both logarithmic."""
+    """Return lines of times by size, on logarithmic axes."""
     left, right, width, height = 60, 640, 760, 260
     sizes = growth["sizes"]
     times = [value for values in growth["milliseconds"].values() for value in values]
@@ -156,5 +157,5 @@ def first_table(rows: Sequence[dict[str, Any]]) -> str:
         f"<td>{r['mebibytes']:.0f}</td><td>{r['mebibytes'] / r['sgd_mebibytes']:.2f}</td></tr>"
         for r in rows
     )
-    head = "<tr><th>method</th><th>building and first step, in SGD steps</th>"
-    return f"<table>{head}<th>peak MiB</th><th>in SGD's peaks</th></tr>{body}</table>"
+    head = "<tr><th>method</th><th>building and first step / SGD step</th>"
+    return f"<table>{head}<th>peak MiB</th><th>/ SGD's peak</th></tr>{body}</table>"

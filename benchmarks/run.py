@@ -1,7 +1,7 @@
-"""The benchmarks: `make bench`, or `python benchmarks/run.py --help`.
+"""Time training steps, patch moments and first steps: `make bench`.
 
-All methods take turns in one process; the ratio to SGD is taken within each round, so that a busy
-machine hits both sides of it alike. Writes a JSON file and a page with figures.
+All methods take turns in one process. Ratios to SGD are computed within a round, so that other
+load on the machine affects both sides alike. Writes a JSON file and a page with figures.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import second_moment
 import torch
@@ -27,9 +27,9 @@ from page import write_page
 
 HERE = Path(__file__).parent
 SECTIONS = ("moments", "growth", "steps", "default", "first")
-# Rounds in which methods that need a whole cycle of steps take part.
+# The number of rounds of methods that need a whole cycle of steps.
 CYCLE_ROUNDS = 3
-# "averaged over steps 101 to 200"
+# The number of steps that means of the default settings cover.
 HUNDRED = 100
 
 
@@ -58,6 +58,7 @@ class Timed:
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -65,7 +66,7 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 class Bench:
-    """The runs of one network and batch size."""
+    """Measurements with one network and batch size."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -76,7 +77,7 @@ class Bench:
         self.failures: dict[str, str] = {}
 
     def build(self, method: Method) -> Step | None:
-        """Ready after a first step; a method that fails is reported."""
+        """Return a method after its first step; ``None`` if it fails, which is reported."""
         try:
             torch.manual_seed(0)
             step = method.build(self.network.model(self.device))
@@ -88,6 +89,7 @@ class Bench:
         return step
 
     def seconds(self, step: Step, count: int = 1) -> float:
+        """Return the mean time of some steps."""
         wait_for(self.device)
         start = perf_counter()
         for _ in range(count):
@@ -96,6 +98,7 @@ class Bench:
         return (perf_counter() - start) / count
 
     def steps(self, methods: Iterable[Method]) -> list[dict[str, Any]]:
+        """Return the times of steps, relative to SGD in the same round."""
         built = {m.name: s for m in [PLAIN, *methods] if (s := self.build(m)) is not None}
         timed = {name: Timed(name, [], []) for name in built}
         for turn in range(1 + self.options.repeats):
@@ -105,7 +108,7 @@ class Bench:
                 if cycle > 1 and turn > CYCLE_ROUNDS:
                     continue
                 if cycle > 1 and turn == 0:
-                    # Each cycle is timed from its expensive step on.
+                    # A cycle is timed from its expensive step on.
                     self.seconds(step, cycle - 1)
                     continue
                 mine = self.seconds(step, cycle)
@@ -117,7 +120,7 @@ class Bench:
         return [result.summary() for result in timed.values()]
 
     def default_settings(self) -> dict[str, Any]:
-        """Means over the first and the second hundred steps of a run with defaults, and of SGD."""
+        """Return mean ratios to SGD over the first and second hundred steps with defaults."""
         torch.manual_seed(0)
         plain = PLAIN.build(self.network.model(self.device))
         ours = DEFAULT.build(self.network.model(self.device))
@@ -134,7 +137,7 @@ class Bench:
         return result
 
     def first_steps(self, methods: Iterable[Method]) -> list[dict[str, Any]]:
-        """Building and first step, and peak memory, each in a process of its own."""
+        """Return the time of the first step and the peak memory, in a process per method."""
         results = []
         for method in methods:
             command = [sys.executable, str(HERE / "worker.py"), method.name]
@@ -150,7 +153,7 @@ class Bench:
             say(f"first steps and memory: {method.name}")
             if done.returncode:
                 lines = done.stderr.strip().splitlines()
-                self.failures[method.name] = lines[-1] if lines else "ended without a word"
+                self.failures[method.name] = lines[-1] if lines else "no error message"
                 continue
             numbers = json.loads(done.stdout.splitlines()[-1])
             results.append({"method": method.name, **numbers})
@@ -158,6 +161,7 @@ class Bench:
 
 
 def moments(repeats: int) -> list[dict[str, Any]]:
+    """Return the times of patch moments, compared with unfold-and-multiply."""
     results = []
     for case in second_moment.CASES:
         times = second_moment.measure(case, repeats)
@@ -178,6 +182,7 @@ def moments(repeats: int) -> list[dict[str, Any]]:
 
 
 def growth(repeats: int) -> list[dict[str, Any]]:
+    """Return how times of patch moments grow with the batch, channels and map size."""
     results = []
     for what in second_moment.GROWTH:
         found = second_moment.measure_growth(what, repeats)
@@ -190,14 +195,19 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def tables(results: dict[str, Any]) -> str:
-    """What is printed, and goes into docs/benchmarks.md: markdown."""
-    lines: list[str] = []
+class Table(NamedTuple):
+    title: str
+    head: list[str]
+    rows: list[list[str]]
 
-    def table(title: str, head: list[str], rows: list[list[str]]) -> None:
-        lines.extend(["", f"**{title}**", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"])
-        lines.extend(f"| {' | '.join(row)} |" for row in rows)
+    def as_markdown(self) -> str:
+        lines = [f"| {' | '.join(row)} |" for row in [self.head, *self.rows]]
+        rule = "|---" * len(self.head) + "|"
+        return "\n".join(["", f"**{self.title}**", "", lines[0], rule, *lines[1:]])
 
+
+def tables(results: dict[str, Any]) -> Iterator[Table]:
+    """Yield the tables that are printed and copied to docs/benchmarks.md."""
     if "moments" in results:
         rows = [
             [
@@ -209,26 +219,21 @@ def tables(results: dict[str, Any]) -> str:
             ]
             for r in results["moments"]
         ]
-        table("Patch moments", ["case", "unfold ms", "kfc ms", "ratio", "kfc's error"], rows)
+        yield Table("Patch moments", ["case", "unfold ms", "kfc ms", "ratio", "kfc's error"], rows)
     if "growth" in results:
-        rows = [
-            [r["what"], *(f"{r['slopes'][name]:.2f}" for name in ("kfc", "unfold"))]
-            for r in results["growth"]
-        ]
-        table("Growth: slope of log time", ["in", "kfc", "unfold"], rows)
+        slopes = [(r["what"], r["slopes"]) for r in results["growth"]]
+        rows = [[what, f"{s['kfc']:.2f}", f"{s['unfold']:.2f}"] for what, s in slopes]
+        yield Table("Growth: slope of log time", ["in", "kfc", "unfold"], rows)
     if "steps" in results:
         rows = [
             [r["method"], f"{r['milliseconds']:.0f}", with_spread(r), r["note"]]
             for r in results["steps"]
         ]
-        table("Step, relative to SGD's", ["method", "ms", "ratio", ""], rows)
+        yield Table("Step, relative to SGD", ["method", "ms", "ratio", ""], rows)
     if "default" in results:
-        found = results["default"]
-        rows = [
-            ["1 to 100", f"{found['first_hundred']:.2f}"],
-            ["101 to 200", f"{found['second_hundred']:.2f}"],
-        ]
-        table("KFC with default settings, mean", ["steps", "ratio"], rows)
+        names = {"1 to 100": "first_hundred", "101 to 200": "second_hundred"}
+        rows = [[steps, f"{results['default'][name]:.2f}"] for steps, name in names.items()]
+        yield Table("KFC with default settings, mean", ["steps", "ratio"], rows)
     if "first" in results:
         rows = [
             [
@@ -240,10 +245,9 @@ def tables(results: dict[str, Any]) -> str:
             for r in results["first"]
         ]
         head = ["method", "building and first step / SGD step", "peak MiB", "/ SGD's peak"]
-        table("First step and memory", head, rows)
+        yield Table("First step and memory", head, rows)
     if results["failures"]:
-        table("Failed", ["method", "why"], [[k, v] for k, v in results["failures"].items()])
-    return "\n".join(lines)
+        yield Table("Failed", ["method", "why"], [[k, v] for k, v in results["failures"].items()])
 
 
 def with_spread(result: dict[str, Any]) -> str:
@@ -252,36 +256,38 @@ def with_spread(result: dict[str, Any]) -> str:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--only", nargs="+", metavar="PATTERN", help="methods, as in 'KFC*' or '*SOAP*'"
+        "--only", nargs="+", metavar="PATTERN", help="patterns of method names, such as 'KFC*'"
     )
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--network", choices=NETWORKS, default="cifar10")
-    parser.add_argument("--batch", type=int, help="by default the network's own")
-    parser.add_argument("--repeats", type=int, default=15, help="rounds that count")
+    parser.add_argument("--batch", type=int, help="the batch size; by default that of the network")
+    parser.add_argument("--repeats", type=int, default=15, help="the number of timed rounds")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder")
-    parser.add_argument("--list", action="store_true", help="name the methods and stop")
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "results", help="the folder of the results"
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of all methods")
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    options = parse()
-    if options.list:
-        print("\n".join(METHODS))
-        return
-    torch.set_num_threads(options.threads)
+def chosen_methods(patterns: list[str] | None) -> list[Method]:
+    """Return the methods whose names match a pattern; all if there are none."""
     chosen = [
-        m
-        for m in [*OURS, *PEERS]
-        if not options.only or any(fnmatch(m.name.lower(), p.lower()) for p in options.only)
+        method
+        for method in [*OURS, *PEERS]
+        if not patterns or any(fnmatch(method.name.lower(), p.lower()) for p in patterns)
     ]
     if not chosen:
-        sys.exit(f"no method fits {options.only}; --list names them")
-    bench = Bench(options)
-    packages = list(dict.fromkeys(m.package for m in METHODS.values()))
+        sys.exit(f"no method matches {patterns}; --list shows all names")
+    return chosen
+
+
+def measure(bench: Bench, methods: list[Method], options: argparse.Namespace) -> dict[str, Any]:
+    """Return the results of all chosen sections."""
+    packages = list(dict.fromkeys(method.package for method in METHODS.values()))
     results: dict[str, Any] = {
         "machine": machine(bench.device),
         "versions": versions(packages),
@@ -293,20 +299,32 @@ def main() -> None:
     if "growth" in options.sections:
         results["growth"] = growth(max(1, options.repeats // 5))
     if "steps" in options.sections:
-        results["steps"] = bench.steps(chosen)
+        results["steps"] = bench.steps(methods)
     if "default" in options.sections:
         results["default"] = bench.default_settings()
     if "first" in options.sections:
-        single = [m for m in chosen if m.cycle == 1 and m.name not in bench.failures]
+        single = [m for m in methods if m.cycle == 1 and m.name not in bench.failures]
         results["first"] = bench.first_steps([PLAIN, DEFAULT, *single])
-    results["failures"] = bench.failures
+    return {**results, "failures": bench.failures}
+
+
+def main() -> None:
+    options = parse()
+    if options.list:
+        print("\n".join(METHODS))
+        return
+    methods = chosen_methods(options.only)
+    torch.set_num_threads(options.threads)
+    bench = Bench(options)
+    results = measure(bench, methods, options)
     options.out.mkdir(parents=True, exist_ok=True)
     stem = options.out / f"{options.network}-{bench.batch}"
     stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     write_page(results, stem.with_suffix(".html"))
     print(", ".join(f"{k} {v}" for k, v in {**results["machine"], **results["versions"]}.items()))
     print(f"network {options.network}, batch {bench.batch}")
-    print(tables(results))
+    for table in tables(results):
+        print(table.as_markdown())
     say(f"\nwritten: {stem.with_suffix('.json')}, {stem.with_suffix('.html')}")
 
 

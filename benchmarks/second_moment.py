@@ -1,4 +1,4 @@
-"""How long patch moments take, against unfold-and-multiply."""
+"""Times of patch moments, compared with unfold-and-multiply."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ GROWTH = {
 
 
 def unfold_and_multiply(inputs: Tensor, kernel: int) -> Tensor:
-    """What every other library does; the rows' leading 1 left out."""
+    """Return the second moment as other libraries do, without the homogeneous coordinate."""
     columns = F.unfold(inputs, kernel, padding=kernel // 2)
     rows = columns.transpose(1, 2).reshape(-1, columns.shape[1])
     return rows.T @ rows / len(inputs)
 
 
 def fast(inputs: Tensor, kernel: int) -> Tensor:
-    return kfc.patches.second_moment(inputs, kernel, padding=kernel // 2, bias=False)
+    return kfc.moments.second_moment(inputs, kernel, padding=kernel // 2, bias=False)
 
 
 METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {"unfold": unfold_and_multiply, "kfc": fast}
 
 
 def measure(case: Case, repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each method, the two interleaved, after one round to warm up."""
+    """Return milliseconds of both methods, interleaved, after one round to warm up."""
     inputs = case.inputs()
     times: dict[str, list[float]] = {name: [] for name in METHODS}
     for turn in range(repeats + 1):
@@ -77,14 +77,14 @@ def measure(case: Case, repeats: int) -> dict[str, list[float]]:
 
 
 def error(case: Case) -> float:
-    """The largest difference from float64, relative to the largest entry."""
+    """Return the largest difference from float64, relative to the largest entry."""
     inputs = case.inputs()[:32]
     true = unfold_and_multiply(inputs.double(), case.kernel)
     return float((fast(inputs, case.kernel) - true).abs().max() / true.abs().max())
 
 
 def slope(sizes: list[float], times: list[float]) -> float:
-    """Of the least-squares line through the logarithms."""
+    """Return the slope of the least-squares line through the logarithms."""
     x, y = [math.log(s) for s in sizes], [math.log(t) for t in times]
     return statistics.linear_regression(x, y).slope
 
@@ -95,7 +95,7 @@ def amount(case: Case, what: str) -> float:
 
 @dataclass(frozen=True)
 class Growth:
-    """Times over sizes, and the slopes of their logarithms."""
+    """Times by size, and the slopes of their logarithms."""
 
     what: str
     sizes: list[float]

@@ -1,4 +1,4 @@
-"""One method in a process of its own: its first step and its peak memory, as JSON."""
+"""Measure the first step and the peak memory of one method, and print them as JSON."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from machine import peak_bytes, wait_for
 from methods import METHODS, PLAIN, Method, Step
 from networks import NETWORKS
 
-# SGD steps that warm the process up, and that the first step is compared with.
+# The SGD steps that warm up the process, and that the first step is compared with.
 WARM_UP = 6
 
 
 def peak_mebibytes(run: Callable[[], None], device: torch.device) -> float:
-    """The most that torch's allocator holds at a time of what the run allocates."""
+    """Return the largest memory that torch's allocator held for a function at any time."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,7 +1,7 @@
 """A plain training loop: scikit-learn's handwritten digits (needs scikit-learn).
 
-Nothing in the loop is new but the optimizer. Evaluation is with the averaged parameters, for which
-the optimizer keeps one more copy of them.
+Only the optimizer differs from the usual loop. The model is evaluated with the averaged parameters,
+which the optimizer keeps.
 """
 
 import torch
@@ -13,7 +13,7 @@ import kfc
 
 
 def load() -> tuple[Tensor, Tensor]:
-    """Images (1797, 1, 8, 8) of about unit scale, labels (1797,)."""
+    """Return images (1797, 1, 8, 8) of about unit scale, and labels (1797,)."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
     return images, torch.tensor(digits.target)
@@ -43,7 +43,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 def main(epochs: int = 6, batch_size: int = 128) -> None:
     torch.manual_seed(0)
     images, labels = load()
-    # The last digits were written by other people than the first: an honest test set.
+    # The last digits were written by different people than the first: a fair test set.
     train_images, test_images = images[:1437], images[1437:]
     train_labels, test_labels = labels[:1437], labels[1437:]
 

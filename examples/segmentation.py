@@ -1,8 +1,8 @@
-"""Segmentation: the class of every pixel, by an encoder and a decoder with a ConvTranspose2d.
+"""Segmentation: predict the class of every pixel with an encoder and a ConvTranspose2d decoder.
 
-The logits are (N, classes, height, width), as for ``cross_entropy``. Its mean is over examples and
-pixels, and so is that of ``likelihood="categorical"``, the default. For a loss that is summed over
-pixels, pass ``likelihood=kfc.Categorical(reduction="batchmean")``.
+The logits are (N, classes, height, width), as for ``cross_entropy``, which averages over examples
+and pixels. So does ``likelihood="categorical"``, the default. For a loss summed over pixels, pass
+``likelihood=kfc.Categorical(reduction="batchmean")``.
 """
 
 import torch
@@ -16,14 +16,14 @@ SIZE = 16
 
 
 def draw_shapes(count: int) -> tuple[Tensor, Tensor]:
-    """Noisy images (count, 1, SIZE, SIZE) of a square and a disc, and the class of each pixel."""
+    """Return noisy images (count, 1, SIZE, SIZE) of shapes, and the class of each pixel."""
     rows, columns = torch.meshgrid(torch.arange(SIZE), torch.arange(SIZE), indexing="ij")
     centres = torch.randint(3, SIZE - 3, (2, 2, count, 1, 1))
     distances = [((rows - y).abs(), (columns - x).abs()) for y, x in centres]
     labels = torch.full((count, SIZE, SIZE), BACKGROUND)
     labels[torch.maximum(*distances[0]) <= 2] = SQUARE
-    labels[distances[1][0] ** 2 + distances[1][1] ** 2 <= 10] = DISC  # lies on top of the square
-    # Squares and discs are equally bright: only the shape tells them apart.
+    labels[distances[1][0] ** 2 + distances[1][1] ** 2 <= 10] = DISC  # on top of the square
+    # Squares and discs are equally bright; only their shapes differ.
     images = (labels != BACKGROUND).float() + 0.2 * torch.randn(count, SIZE, SIZE)
     return images.unsqueeze(1), labels
 
@@ -44,7 +44,7 @@ def make_model() -> nn.Module:
 
 @torch.no_grad()
 def overlap(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Intersection over union, averaged over the classes."""
+    """Return the intersection over union, averaged over the classes."""
     found = model(images).argmax(dim=1)
     ratios = []
     for kind in (BACKGROUND, SQUARE, DISC):

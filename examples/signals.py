@@ -1,4 +1,4 @@
-"""1-D signals: which wave is it? Conv1d layers on noisy waveforms of four kinds."""
+"""1-D signals: classify noisy waveforms of four kinds with Conv1d layers."""
 
 import math
 
@@ -18,14 +18,14 @@ WAVES = (
 
 
 def make_signals(count: int) -> tuple[Tensor, Tensor]:
-    """Waves of random frequency and phase in noise, (count, 1, LENGTH), and their kinds."""
+    """Return noisy waves of random frequency and phase, (count, 1, LENGTH), and their kinds."""
     periods = 2 + 3 * torch.rand(count, 1)
     shifts = torch.rand(count, 1)
     phases = 2 * math.pi * (periods * torch.linspace(0, 1, LENGTH) + shifts)
     kinds = torch.randint(len(WAVES), (count,))
     every_kind = torch.stack([wave(phases) for wave in WAVES])
     clean = every_kind[kinds, torch.arange(count)]
-    # Unit variance, so that loudness does not give the kind away.
+    # Unit variance, so that the amplitude does not reveal the kind.
     clean = clean / clean.std(dim=1, keepdim=True)
     return (clean + 0.2 * torch.randn(count, LENGTH)).unsqueeze(1), kinds
 

@@ -1,7 +1,7 @@
-"""A model that returns more than its predictions: ``output=`` picks the tensor the loss is about.
+"""A model that returns more than its predictions: ``output=`` selects the tensor of outputs.
 
-Here it returns (logits, features), and the loss has a small penalty on the features. Curvature is
-that of the logits' cross-entropy; the penalty enters through the gradient alone.
+Here the model returns (logits, features), and the loss has a small penalty on the features. The
+curvature is that of the cross-entropy of the logits; the penalty only enters the gradient.
 """
 
 import math
@@ -16,7 +16,7 @@ ARMS = 3
 
 
 def draw_spirals(count: int) -> tuple[Tensor, Tensor]:
-    """Points (count, 2) on spiral arms, and the arm each lies on."""
+    """Return points (count, 2) on spiral arms, and the arm of each point."""
     arms = torch.randint(ARMS, (count,))
     radii = torch.rand(count).sqrt()
     angles = 2 * math.pi * (radii + arms / ARMS) + 0.1 * torch.randn(count)
@@ -24,7 +24,7 @@ def draw_spirals(count: int) -> tuple[Tensor, Tensor]:
 
 
 class Classifier(nn.Module):
-    """Logits, and the features they were made of."""
+    """Returns logits and the features that they are computed from."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A page in a real browser."""
+"""Open pages in a real browser."""
 
 import os
 import shutil
@@ -16,16 +16,23 @@ QUIET = (
 
 
 class Tab:
-    """One tab of a browser, for page after page: what a new tab loads first takes seconds more."""
+    """A browser tab that tests share, because the first page of a new tab takes seconds to load.
+
+    Attributes:
+        shows: path and width of a page that no test has changed, or ``None``.
+    """
 
     def __init__(self, browser):
         self.page = browser.new_page()
-        self.shows = None  # path and width of what no test has changed
+        self.shows = None
 
 
 @contextmanager
 def running_browser():
-    """A tab. Skips the test if there is no browser, unless one is required."""
+    """Start a browser and yield a tab.
+
+    Without a browser, skip the test, or fail it if KFC_REQUIRE_BROWSER is 1.
+    """
     sync_api = pytest.importorskip("playwright.sync_api")
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
@@ -41,10 +48,12 @@ def running_browser():
 
 @contextmanager
 def opened(tab, path, width, unchanged=False):
-    """The page at that width; in the end nothing may have gone wrong, or been fetched.
+    """Open a page in a window of the given width.
+
+    On exit, assert that the page reported no error, opened no dialog and requested nothing.
 
     Args:
-        unchanged: the test leaves the page as it is, for the next one.
+        unchanged: whether the test does not change the page, so that the next one may reuse it.
     """
     faults = []
     address = path.as_uri()
@@ -52,7 +61,7 @@ def opened(tab, path, width, unchanged=False):
         "console": lambda message: faults.append(f"{message.type}: {message.text}"),
         "pageerror": lambda error: faults.append(str(error)),
         "dialog": lambda dialog: faults.append(dialog.message),
-        "request": lambda request: _note_request(request.url, address, faults),
+        "request": lambda request: _record_request(request.url, address, faults),
     }
     page = tab.page
     for event, listener in listeners.items():
@@ -70,14 +79,33 @@ def opened(tab, path, width, unchanged=False):
     assert faults == []
 
 
-def _note_request(url, address, faults):
+def _record_request(url, address, faults):
     if url != address and not url.startswith("data:"):
-        faults.append(f"request of {url}")
+        faults.append(f"requested {url}")
 
 
 def figure_ids(page):
+    """Return the ids of all figures."""
     return set(page.eval_on_selector_all(".plot", "plots => plots.map(plot => plot.id)"))
 
 
+def undrawn(page):
+    """Return the ids of figures without a visible image, line, marker or bar."""
+    return page.evaluate("""() => [...document.querySelectorAll(".plot")].filter((plot) => {
+        const marks = plot.querySelectorAll(".heatmaplayer image, .trace path");
+        return ![...marks].some((mark) => mark.getBoundingClientRect().width > 1);
+    }).map((plot) => plot.id)""")
+
+
 def page_width(page):
+    """Return the width of the content, which exceeds that of the window if something overflows."""
     return page.evaluate("document.documentElement.scrollWidth")
+
+
+def wait_until(page, condition):
+    """Wait up to five seconds, because plotly resizes figures one after the other."""
+    for _ in range(50):
+        if condition():
+            return
+        page.wait_for_timeout(100)
+    assert condition()

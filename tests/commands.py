@@ -1,4 +1,4 @@
-"""The `kfc` command, and other programs, in a process of their own."""
+"""Run the `kfc` command, or a script, in a process of its own."""
 
 import os
 import runpy
@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 from typer.testing import CliRunner
 
-from kfc.cli import app
+from kfc.lab.cli import app
 
-# Text that is not broken at the edge of a terminal, and one thread.
+# Wide output, so that lines are not wrapped, and one thread.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1"}
-# Forks processes that have imported torch and the rest already, which takes seconds.
+# Fork processes that have already imported torch, which takes seconds.
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(["preloaded"])
 
@@ -23,23 +23,23 @@ FORKS.set_forkserver_preload(["preloaded"])
 def kfc(
     *arguments: object, cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess:
-    """Run to the end, with what it printed."""
+    """Run the command to its end, and return its output."""
     return start_kfc(*arguments, cwd=cwd, **variables).completed()
 
 
 def run_script(path: Path, *arguments: object) -> subprocess.CompletedProcess:
-    """Run ``python PATH ARGUMENTS`` to the end; what it imports may be there already."""
+    """Run ``python PATH ARGUMENTS`` to its end, with modules already imported."""
     return Command([str(path), *map(str, arguments)], Path.cwd(), script=path).completed()
 
 
 def kfc_anew(
     *arguments: object, cwd: Path | None = None, program: str | None = None, **more: str
 ) -> subprocess.CompletedProcess:
-    """The same from the very start: ``python -m kfc``.
+    """Run ``python -m kfc`` in a new interpreter.
 
     Args:
         program: Python code to run instead of the command.
-        more: variables of its environment.
+        more: environment variables.
     """
     start = [sys.executable, *(["-m", "kfc"] if program is None else ["-c", program])]
     return subprocess.run(
@@ -54,12 +54,12 @@ def kfc_anew(
 
 
 def start_kfc(*arguments: object, cwd: Path | None = None, **variables: str) -> "Command":
-    """Start, and let it run; with variables of its environment."""
+    """Start the command in the background, with these environment variables."""
     return Command(["kfc", *map(str, arguments)], cwd or Path.cwd(), variables)
 
 
 class Command:
-    """A running command; what it prints goes into files."""
+    """A running command, whose output goes to files."""
 
     def __init__(
         self,
@@ -70,8 +70,9 @@ class Command:
     ) -> None:
         self._arguments = arguments
         self._output = Path(tempfile.mkdtemp(prefix="kfc-command-"))
-        # For the server, which starts with the first; it does not ask for our sys.path.
-        with patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parent)}):
+        # The fork server starts with the first process, and does not inherit sys.path.
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        with patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": path}):
             self._process = FORKS.Process(
                 target=_run, args=(arguments, cwd, self._output, variables or {}, script)
             )
@@ -97,7 +98,7 @@ class Command:
         return self._process.exitcode
 
     def completed(self) -> subprocess.CompletedProcess:
-        """Wait for its end."""
+        """Wait for the end of the command, and return its output."""
         code = self.wait()
         texts = [(self._output / name).read_text() for name in ("stdout", "stderr")]
         return subprocess.CompletedProcess(self._arguments, code, *texts)
@@ -106,7 +107,7 @@ class Command:
 def _run(
     arguments: list[str], cwd: Path, output: Path, variables: dict[str, str], script: Path | None
 ) -> None:
-    """In the forked process."""
+    """Run the command in the forked process."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT), number)
     os.chdir(cwd)
@@ -120,7 +121,7 @@ def _run(
 
 
 def kfc_here(*arguments: object) -> subprocess.CompletedProcess:
-    """The command in this process, for what even a forked one would take too long to refuse."""
+    """Run the command in this process, which is fastest for errors in arguments."""
     result = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "200"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -128,7 +129,7 @@ def kfc_here(*arguments: object) -> subprocess.CompletedProcess:
 
 
 def assert_clear_error(done: subprocess.CompletedProcess, code: int, *words: str) -> None:
-    """It ended with this code and a message that has these words, not with a traceback."""
+    """Assert that the command ended with this code, and a message with these words."""
     output = " ".join((done.stdout + done.stderr).split())
     assert done.returncode == code, output
     assert "Traceback" not in output, output

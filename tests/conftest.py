@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-# The tests' tensors are tiny; threads would only wait for each other.
+# The tensors of the tests are tiny; threads would only wait for each other.
 torch.set_num_threads(1)
 
 # Deadlines measure the machine, not the code.
@@ -17,7 +17,7 @@ def _fresh_random_state() -> None:
 
 @pytest.fixture
 def double():
-    """Default dtype float64 for the test."""
+    """Make float64 the default dtype in the test."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

@@ -1,4 +1,4 @@
-"""Small data sets in every official layout, written by other means than those that read them."""
+"""Small data sets in every official format, written independently of the code that reads them."""
 
 import gzip
 import io
@@ -13,33 +13,32 @@ import numpy as np
 from PIL import Image
 from scipy.io import savemat
 
-from kfc.experiments.data.catalogue import CATALOGUE
-from kfc.experiments.data.forms import Entry
-from kfc.experiments.data.sets import Decoded, Split, content_digest
+from kfc.lab.data.catalogue import CATALOGUE, Entry
+from kfc.lab.data.datasets import Split, Splits, content_digest
 
 BATCH = 4
 
 
-def random_set(shape: tuple[int, int, int], seed: int = 0) -> Decoded:
-    """20 training and 4 test examples: CIFAR-10's five batches and one."""
+def random_set(shape: tuple[int, int, int], seed: int = 0) -> Splits:
+    """Return 20 training and 4 test examples: five batches and one, as in CIFAR-10."""
     random = np.random.default_rng(seed)
 
     def split(count: int) -> Split:
         images = random.integers(0, 256, (count, *shape), dtype=np.uint8)
         return Split(images, random.integers(0, 10, count))
 
-    return Decoded(split(5 * BATCH), split(BATCH))
+    return Splits(split(5 * BATCH), split(BATCH))
 
 
-def small_entry(name: str, truth: Decoded, **changes: object) -> Entry:
-    """The catalogue's entry with the counts and, if it has one, the digest of the small set."""
+def small_entry(name: str, truth: Splits, **changes: object) -> Entry:
+    """Return the catalogue's entry with the counts and digest (if it has one) of a small set."""
     entry = CATALOGUE[name]
     digest = content_digest(truth) if entry.digest else None
     sizes = {"train": len(truth.train), "test": len(truth.test)}
     return replace(entry, digest=digest, **sizes, **changes)
 
 
-def cifar_batches(truth: Decoded) -> dict[str, Split]:
+def cifar_batches(truth: Splits) -> dict[str, Split]:
     named = {}
     for i in range(5):
         part = slice(i * BATCH, (i + 1) * BATCH)
@@ -47,7 +46,7 @@ def cifar_batches(truth: Decoded) -> dict[str, Split]:
     return {**named, "test_batch": truth.test}
 
 
-def binary_files(truth: Decoded) -> dict[str, bytes]:
+def binary_files(truth: Splits) -> dict[str, bytes]:
     return {
         f"{name}.bin": b"".join(
             bytes([label]) + image.tobytes()
@@ -57,7 +56,7 @@ def binary_files(truth: Decoded) -> dict[str, bytes]:
     }
 
 
-def pickle_files(truth: Decoded) -> dict[str, bytes]:
+def pickle_files(truth: Splits) -> dict[str, bytes]:
     return {
         name: pickle.dumps(
             {
@@ -71,7 +70,7 @@ def pickle_files(truth: Decoded) -> dict[str, bytes]:
     }
 
 
-def sheet_files(truth: Decoded) -> dict[str, bytes]:
+def sheet_files(truth: Splits) -> dict[str, bytes]:
     files = {
         "train_lables.json": json.dumps(truth.train.labels.tolist()).encode(),
         "test_lables.json": json.dumps(truth.test.labels.tolist()).encode(),
@@ -83,7 +82,7 @@ def sheet_files(truth: Decoded) -> dict[str, bytes]:
     return files
 
 
-def idx_files(truth: Decoded) -> dict[str, bytes]:
+def idx_files(truth: Splits) -> dict[str, bytes]:
     files = {}
     for prefix, split in (("train", truth.train), ("t10k", truth.test)):
         count, _, height, width = split.images.shape
@@ -94,7 +93,7 @@ def idx_files(truth: Decoded) -> dict[str, bytes]:
     return files
 
 
-def mat_files(truth: Decoded, *, compressed: bool = True) -> dict[str, bytes]:
+def mat_files(truth: Splits, *, compressed: bool = True) -> dict[str, bytes]:
     files = {}
     for prefix, split in (("train", truth.train), ("test", truth.test)):
         file = io.BytesIO()
@@ -110,7 +109,7 @@ def zipped(files: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def tar(files: dict[str, bytes], root: str) -> bytes:
-    """A .tar.gz with the files in the folder ``root``."""
+    """Return a .tar.gz archive with the files in the folder ``root``."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz") as writer:
         for name, content in files.items():

@@ -1,14 +1,14 @@
-"""Small networks to inspect."""
+"""Small networks for tests of inspections."""
 
 from collections import OrderedDict
 
 import torch
 from torch import nn
 
-from kfc.experiments.findings import InspectionSettings
-from kfc.experiments.inspection import inspect_network
-from kfc.experiments.subjects import Subject
-from kfc.experiments.tasks import TASKS
+from kfc.lab.inspection.networks import InspectedNetwork
+from kfc.lab.inspection.results import InspectionSettings
+from kfc.lab.inspection.runner import inspect_network
+from kfc.lab.tasks import TASKS
 
 POOLING = {"max": nn.MaxPool2d, "average": nn.AvgPool2d}
 
@@ -27,7 +27,7 @@ def small_network(pooling="max", first="conv1"):
 
 
 class SequenceFirst(nn.Module):
-    """Its first layer runs on (8, M, 5), the rows of images before the examples."""
+    """A network whose first layer gets an input of (8, M, 5): image rows before examples."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ class SequenceFirst(nn.Module):
 
 
 class ConstantRows(nn.Module):
-    """Its first layer makes weights from 8 rows, whatever the examples are."""
+    """A network whose first layer makes weights from 8 constant rows, not from the examples."""
 
     def __init__(self):
         super().__init__()
@@ -51,13 +51,17 @@ class ConstantRows(nn.Module):
         return self.fc((images[:, 0, 0] @ self.constant(torch.ones(8, 5))).tanh())
 
 
-def subject_of(model, label="network", size=(1, 8, 8), examples=12):
+def network_of(model, label="network", size=(1, 8, 8), examples=12):
+    """Return a network to inspect, with random images and labels."""
     torch.manual_seed(1)
     images, labels = torch.randn(examples, *size), torch.randint(4, (examples,))
-    what = {"net": "small", "data": "noise"}
-    return Subject(label, what, None, model.eval(), TASKS["classification"], images, labels)
+    description = {"net": "small", "data": "noise"}
+    return InspectedNetwork(
+        label, description, None, model.eval(), TASKS["classification"], images, labels
+    )
 
 
-def inspect_small(subject, progress=None, **wishes):
-    wishes = {"examples": len(subject.images), "samples": 2, "reach": 3, **wishes}
-    return inspect_network(subject, InspectionSettings(**wishes), progress)
+def inspect_small(network, progress=None, **settings):
+    """Inspect a network with few samples; ``settings`` override the defaults."""
+    settings = {"examples": len(network.images), "samples": 2, "reach": 3, **settings}
+    return inspect_network(network, InspectionSettings(**settings), progress)

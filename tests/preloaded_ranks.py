@@ -1,4 +1,4 @@
-"""What every rank of a test imports sooner or later, for processes that are forked to be ranks."""
+"""Imports that the forked ranks of all tests share."""
 
 import hypothesis.strategies  # noqa: F401
 import pytest  # noqa: F401
@@ -10,5 +10,5 @@ import torch.utils.serialization
 import kfc.distributed  # noqa: F401
 import ranks  # noqa: F401
 
-# The first optimizer makes torch load a good deal more.
+# The first optimizer makes torch load many more modules.
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)

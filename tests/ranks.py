@@ -1,7 +1,7 @@
-"""Functions in several real processes at once: the ranks of a gloo process group.
+"""Run a function in several real processes: the ranks of a gloo process group.
 
-def double(rank, number):            # at the top of a test module, where ranks find it
-    return Workers(dist.group.WORLD).sum([number])
+def double(rank, number):            # at the top level of a test module, so that ranks find it
+    return Ranks(dist.group.WORLD).sum([number])
 
 assert run_ranks(double, 2, 1.5) == [[3.0], [3.0]]
 """
@@ -29,28 +29,28 @@ import torch
 import torch.distributed as dist
 
 FORKS = get_context("forkserver")
-# How long the others may take to say what they think of a rank that failed.
+# How long the other ranks may take to end after one has failed.
 GRACE_SECONDS = 2.0
 
-# Who holds the group's store: rank 0, as if by `env://`, or one beyond, as under torchrun.
+# The process that holds the group's store: rank 0, or one outside the group, as under torchrun.
 StoreHolder = Literal["rank 0", "launcher"]
 
 
 class RankError(AssertionError):
-    """A rank failed, or did not end in time; the message has what it printed."""
+    """A rank that failed or did not end in time; the message contains what it printed."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a rank.
+    """The end of a rank.
 
     Attributes:
-        result: what the function returned.
-        error: the traceback, if it raised.
-        code: with which the process ended: 0 if the function returned, 1 if it raised, -9 if it was
-            killed; ``None`` if the time was over before.
-        stderr: what it printed there.
-        seconds: until the process ended.
+        result: the function's return value.
+        error: the traceback if the function raised an error.
+        code: the exit code: 0 if the function returned, 1 if it raised an error, -9 if the process
+            was killed; ``None`` if it did not end in time.
+        stderr: what the process printed there.
+        seconds: the time until the process ended.
     """
 
     rank: int
@@ -69,15 +69,15 @@ class Outcome:
 def run_ranks(
     function: Callable[..., Any], size: int, *args: Any, timeout: float = 60, **options: Any
 ) -> list[Any]:
-    """What ``function(rank, *args)`` returns on each rank.
+    """Return what ``function(rank, *args)`` returns on each rank.
 
     Args:
-        function: at the top of a module.
-        timeout: seconds for all together.
-        options: of :class:`Ranks`.
+        function: a function at the top level of a module.
+        timeout: the seconds until all ranks must have ended.
+        options: options of :class:`Ranks`.
 
     Raises:
-        RankError: with the traceback of the rank that failed first.
+        RankError: a rank failed; the traceback of the first comes first.
     """
     with start_ranks(function, size, *args, **options) as ranks:
         outcomes = ranks.outcomes(timeout, after_failure=GRACE_SECONDS)
@@ -89,18 +89,18 @@ def run_ranks(
 
 
 def start_ranks(function: Callable[..., Any], size: int, *args: Any, **options: Any) -> Ranks:
-    """Start them, and let them run; use it in a ``with``, at whose end they are killed."""
+    """Start the ranks; use the result in a ``with`` statement, which kills them at its end."""
     return Ranks(function, size, args, **options)
 
 
 class Ranks:
-    """Running processes.
+    """Running ranks.
 
     Args:
-        function: called as ``function(rank, *args)``, in a process group of gloo.
-        group_timeout: seconds after which a collective gives up.
-        dtype: the default of torch.
-        store: who holds the group's store.
+        function: the function to call as ``function(rank, *args)`` in a gloo process group.
+        group_timeout: the timeout of collectives in seconds.
+        dtype: torch's default dtype in the ranks.
+        store: the process that holds the group's store.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Ranks:
         self.processes = [
             FORKS.Process(target=_run, args=(setup, rank, function, args)) for rank in range(size)
         ]
-        # Before multiprocessing waits for them: a process that was stopped never ends by itself.
+        # Otherwise multiprocessing waits at exit for stopped processes, which never end.
         atexit.register(self.kill)
         for process in self.processes:
             process.start()
@@ -140,12 +140,12 @@ class Ranks:
         of: Sequence[int] | None = None,
         after_failure: float | None = None,
     ) -> list[Outcome]:
-        """What becomes of each rank; those that have not ended in time are killed.
+        """Wait for the ranks, kill those that do not end in time, and return all outcomes.
 
         Args:
-            timeout: seconds since the start.
+            timeout: in seconds since the start.
             of: the ranks to wait for; by default all.
-            after_failure: how long to wait for the others once one has failed.
+            after_failure: the seconds to wait for the others once one has failed.
         """
         deadline = self._start + timeout
         awaited = range(len(self.processes)) if of is None else of
@@ -174,7 +174,7 @@ class Ranks:
         return Outcome(rank, result, error, code, stderr, seconds)
 
     def kill(self) -> None:
-        """All that still run, also if they were stopped."""
+        """Kill all ranks that have not ended, even if they are stopped."""
         for process in self.processes:
             if process.pid is not None:
                 process.kill()
@@ -195,7 +195,7 @@ class _Setup:
 
 
 def _open_store(holder: StoreHolder) -> tuple[dist.TCPStore | None, int]:
-    """The store, if this process holds it, and its port."""
+    """Return the store, if this process holds it, and its port."""
     if holder == "launcher":
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         return store, store.port
@@ -206,10 +206,9 @@ def _open_store(holder: StoreHolder) -> tuple[dist.TCPStore | None, int]:
 
 @cache
 def _start_server() -> None:
-    """Start the server from which processes are forked, and wait until it can.
+    """Start the server that forks processes, and wait until it is ready.
 
-    There is one for all tests of a session: it imports what the tests of commands need only if
-    those are among them.
+    All tests of a session share it. It imports what tests of commands need only if there are any.
     """
     more = ["preloaded"] if "commands" in sys.modules else []
     FORKS.set_forkserver_preload([*more, "preloaded_ranks"])
@@ -222,7 +221,7 @@ def _start_server() -> None:
 
 
 def _run(setup: _Setup, rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """In the forked process: the function, then whatever a script does when it ends."""
+    """Run the function in the forked process, and end as a script does."""
     folder = Path(setup.folder)
     os.dup2(os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
     result, error = None, ""
@@ -237,7 +236,7 @@ def _run(setup: _Setup, rank: int, function: Callable[..., Any], args: tuple[Any
     unfinished = folder / f"unfinished-{rank}"
     unfinished.write_bytes(pickle.dumps((result, error)))
     unfinished.rename(folder / f"result-{rank}")
-    # A process of multiprocessing ends without.
+    # A process of multiprocessing does not run them.
     atexit._run_exitfuncs()
     sys.exit(1 if error else 0)
 
@@ -248,7 +247,7 @@ def _join_group(setup: _Setup, rank: int) -> None:
         torch.set_default_dtype(setup.dtype)
     holds = setup.rank_0_holds_store and rank == 0
     store = dist.TCPStore("localhost", setup.port, is_master=holds, wait_for_workers=False)
-    # The group's timeout may be short: it is not for processes that take their time to start.
+    # Before the group's timeout, which may be short, applies: processes may be slow to start.
     store.set(f"rank-{rank}", "here")
     store.wait([f"rank-{other}" for other in range(setup.size)])
     timeout = timedelta(seconds=setup.group_timeout)
@@ -256,7 +255,7 @@ def _join_group(setup: _Setup, rank: int) -> None:
 
 
 def _report_uncaught(error: Exception) -> None:
-    """As the interpreter does."""
+    """Print the error and set ``sys.last_value`` as the interpreter does."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error

@@ -1,4 +1,4 @@
-"""Independent, dense, slow references in float64, made by differentiation, not by formula."""
+"""Independent dense references in float64, computed by differentiation instead of formulas."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Loss = Callable[[Tensor], Tensor]
 
 
 def receptive_rows(module: nn.Module, inputs: Tensor) -> Tensor:
-    """(groups, examples · |T|, (1 +) J|D|): what each output location is multiplied by.
+    """Return the rows that the layer multiplies by its matrix.
 
-    The layer is linear in its parameters, so its patches are its Jacobian in one output map's
-    row of the matrix (bias, weight).
+    They are (groups, examples · |T|, (1 +) J|D|). The layer is linear in its parameters, so that
+    they are its Jacobian in one output map's row of the matrix (bias, weight).
     """
     groups = getattr(module, "groups", 1)
     transposed = "Transpose" in type(module).__name__
@@ -56,13 +56,13 @@ def activation_factor(module: nn.Module, inputs: Tensor, examples: int | None = 
 
 
 def output_hessian(loss: Loss, outputs: Tensor) -> Tensor:
-    """R: the Hessian of the loss in the flattened outputs."""
+    """Return R, the Hessian of the loss in the flattened outputs."""
     hessian = torch.autograd.functional.hessian(loss, outputs.detach())
     return hessian.reshape(outputs.numel(), outputs.numel())
 
 
 def fisher_in(function: Callable[[Tensor], Tensor], point: Tensor, loss: Loss) -> Tensor:
-    """JᵀRJ of loss(function(point)) in the flattened point."""
+    """Return JᵀRJ of loss(function(point)) in the flattened point."""
     outputs = function(point)
     jacobian = torch.autograd.functional.jacobian(function, point.detach())
     jacobian = jacobian.reshape(outputs.numel(), point.numel())
@@ -76,7 +76,7 @@ def derivative_factor(
     groups: int = 1,
     channels_last: bool = False,
 ) -> Tensor:
-    """Γ by enumeration: mean over locations, sum over examples of the diagonal blocks of JᵀRJ.
+    """Return Γ: the diagonal blocks of JᵀRJ, mean over locations, summed over examples.
 
     Pre-activations are (N, I, *T), or (N, *T, I) with ``channels_last``; the loss is already
     divided by the number of examples.
@@ -103,7 +103,7 @@ def flat_parameters(model: nn.Module) -> Tensor:
 
 
 def function_of_parameters(model: nn.Module, inputs: Tensor) -> Callable[[Tensor], Tensor]:
-    """Outputs as a function of all parameters in one vector."""
+    """Return the outputs as a function of all parameters in one vector."""
     names = [name for name, _ in model.named_parameters()]
     shapes = [p.shape for p in model.parameters()]
     buffers = {name: b.clone() for name, b in model.named_buffers()}
@@ -117,12 +117,12 @@ def function_of_parameters(model: nn.Module, inputs: Tensor) -> Callable[[Tensor
 
 
 def exact_fisher(model: nn.Module, inputs: Tensor, loss: Loss) -> Tensor:
-    """F = JᵀRJ in all parameters."""
+    """Return F = JᵀRJ in all parameters."""
     return fisher_in(function_of_parameters(model, inputs), flat_parameters(model), loss)
 
 
 def cross_entropy(reduction: str = "mean") -> Loss:
-    """Its Hessian in the outputs does not depend on the targets."""
+    """Return a cross-entropy; its Hessian in the outputs does not depend on the targets."""
 
     def loss(outputs: Tensor) -> Tensor:
         targets = torch.zeros(outputs.shape[0], *outputs.shape[2:], dtype=torch.long)

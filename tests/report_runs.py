@@ -1,13 +1,13 @@
-"""Run folders with made-up numbers that look like real ones."""
+"""Run folders with invented but realistic numbers."""
 
 import math
 from pathlib import Path
 
-from kfc.experiments.config import make_config
-from kfc.experiments.runs import Record, RunFolder, read_record
+from kfc.lab.config import make_config
+from kfc.lab.runs import Record, RunFolder, read_record
 
 SECONDS_PER_UPDATE = {"kfc": 0.5, "kfac": 0.7, "sgd": 0.1, "adam": 0.12}
-# How fast a loss falls, by update.
+# Exponential decay rates of the loss, per update.
 PACES = {"kfc": 0.02, "kfac": 0.025, "sgd": 0.002, "adam": 0.003}
 LAYERS = ("features.0", "features.3", "features.6", "classifier")
 
@@ -23,7 +23,7 @@ def make_run(
     end: str | None = "epochs",
     **settings,
 ) -> Record:
-    """Write a run's folder and read it back; an evaluation for each epoch of 40 updates."""
+    """Write the folder of a run and read it; there is an evaluation every 40 updates, an epoch."""
     config = make_config(data="digits", optimizer=optimizer, lr=lr, threads=1, **settings)
     folder = RunFolder.create(path, config, "0123456789abcdef", name)
     pace = PACES[optimizer] if pace is None else pace
@@ -54,12 +54,12 @@ def progress_row(optimizer: str, update: int, pace: float) -> dict:
         norm = 2 * math.exp(-update / 150) * (1 + 0.3 * math.sin(update))
         row |= {"fisher_norm": norm, "clip_factor": min(1.0, math.sqrt(0.3 / norm))}
     if optimizer == "kfac":
-        row |= chosen(update)
+        row |= adaptation(update)
     return row
 
 
-def chosen(update: int) -> dict:
-    """What KFAC says of a step; ρ every other time."""
+def adaptation(update: int) -> dict:
+    """Return the diagnostics of a KFAC step, with ρ in every second row."""
     predicted = -math.exp(-update / 100)
     ratio = 0.9 + 0.3 * math.sin(update) if update % 20 == 0 else None
     return {

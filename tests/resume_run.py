@@ -1,4 +1,4 @@
-"""A training run that can stop and go on: `python resume_run.py FOLDER FIRST LAST`."""
+"""A training run that can stop and resume: `python resume_run.py FOLDER FIRST LAST`."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ import kfc
 
 
 def run(path: Path, first: int, last: int, inverse: str) -> None:
-    """Steps first to last of the run, from the checkpoint at path if first is not 0."""
+    """Run steps first to last, from the checkpoint at path if first is not 0."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3),
@@ -26,13 +26,13 @@ def run(path: Path, first: int, last: int, inverse: str) -> None:
     optimizer = kfc.KFC(
         model,
         lr=0.05,
-        statistics_period=2,
-        inverse_period=3,
-        inverse=inverse,
+        schedule=kfc.Periods(2, 3),
+        curvature=kfc.Kronecker(inverse=inverse),
         weight_decay=1e-3,
         averaging_timescale=5.0,
-        fisher_clip=0.01,
-        seed=1 if first == 0 else 99,  # the checkpoint's generator counts, not the seed
+        clip=0.01,
+        # The generator of the checkpoint counts, not the seed.
+        seed=1 if first == 0 else 99,
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     if first:

@@ -1,4 +1,4 @@
-"""Comparisons of approximations, tests of assumptions, correlations over space and maps."""
+"""Tests of comparisons, assumptions and correlations in ``kfc.analysis``."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ from kfc.analysis.assumptions import Bootstrap, spatial_correlation
 from kfc.analysis.correlations import Maps, autocorrelation, correlations, cross_map_moments
 from kfc.analysis.krylov import UnsolvableError
 from kfc.analysis.recording import LayerCall, LayerRecord
-from kfc.layers import handler_for
+from kfc.layers import layer_for
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -28,20 +28,19 @@ def small_network():
 
 
 def record_of(inputs, derivatives, module=None):
-    """Derivatives (draws, M, I, *T) and inputs (M, J, *T), as if a layer had seen them."""
+    """Return a record with inputs (M, J, *T) and derivatives (draws, M, I, *T)."""
     dims = inputs.dim() - 2
     kinds = {1: nn.Conv1d, 2: nn.Conv2d}
     module = module or kinds[dims](inputs.shape[1], derivatives.shape[2], 3, padding=1)
-    outputs = torch.empty(derivatives.shape[1:], device="meta")
-    call = LayerCall(inputs, outputs, derivatives)
-    return LayerRecord("layer", handler_for(module), (call,), len(inputs))
+    call = LayerCall(inputs, derivatives)
+    return LayerRecord("layer", layer_for(module), (call,), len(inputs))
 
 
 # Comparisons
 
 
 def dense_quality(record, name, gradient, damping):
-    """The same numbers from dense matrices alone."""
+    """Return the numbers of a ``Quality``, computed from dense matrices."""
     exact = analysis.ExactBlock(record).to_dense()
     other = analysis.APPROXIMATIONS[name].build(record).to_dense()
     flat, eye = gradient.mT.flatten(), torch.eye(len(exact))
@@ -61,7 +60,7 @@ def dense_quality(record, name, gradient, damping):
 
 @pytest.mark.parametrize("estimated", [False, True])
 @pytest.mark.parametrize("max_gib", [1.0, 1e-7])
-def test_qualities_against_dense_matrices(monkeypatch, estimated, max_gib):
+def test_qualities_equal_those_of_dense_matrices(monkeypatch, estimated, max_gib):
     if estimated:
         monkeypatch.setattr(comparison, "DENSE_SIZE", 0)
         monkeypatch.setattr(comparison, "DEFLATED", 4)
@@ -80,7 +79,7 @@ def test_qualities_against_dense_matrices(monkeypatch, estimated, max_gib):
     for layer, result in found.items():
         record = analysis.record_layer(model, inputs, layer)
         module = model.get_submodule(layer)
-        gradient = record.matrix({"bias": module.bias.grad, "weight": module.weight.grad})
+        gradient = record.layer.to_matrix({"bias": module.bias.grad, "weight": module.weight.grad})
         assert {*result.approximations, *result.left_out} == set(analysis.APPROXIMATIONS)
         assert set(result.left_out) == ({"iad", "unit-wise"} if max_gib < 1 else set())
         assert_close(result.trace, analysis.ExactBlock(record).to_dense().trace().item())
@@ -96,8 +95,8 @@ def test_qualities_against_dense_matrices(monkeypatch, estimated, max_gib):
 
 
 @pytest.mark.parametrize("max_gib", [1.0, 1e-7])
-def test_the_standard_error_is_as_large_as_the_error(monkeypatch, max_gib):
-    """Also where the exact block's own norm has to be estimated, from the same probes."""
+def test_standard_errors_match_the_actual_errors(monkeypatch, max_gib):
+    """With little memory, the exact block's norm is estimated from the same probes."""
     monkeypatch.setattr(comparison, "DENSE_SIZE", 0)
     monkeypatch.setattr(comparison, "DEFLATED", 4)
     model, inputs = small_network(), torch.randn(8, 2, 4, 4)
@@ -117,7 +116,7 @@ def test_the_standard_error_is_as_large_as_the_error(monkeypatch, max_gib):
 
 
 @pytest.mark.parametrize("width", [3, 40])
-def test_a_dead_layer_has_no_errors_to_speak_of(width):
+def test_errors_of_a_layer_without_derivatives_are_nan(width):
     model = nn.Sequential(nn.Linear(20, width), nn.Linear(width, 3))
     model[1].weight.data.zero_()
     found = analysis.compare_approximations(model, torch.randn(6, 20), ["0"])["0"]
@@ -127,7 +126,7 @@ def test_a_dead_layer_has_no_errors_to_speak_of(width):
     assert analysis.assumptions(record)["WD"].verdict == "unknown"
 
 
-def test_the_exact_block_is_the_best_approximation_of_itself(monkeypatch):
+def test_exact_block_approximates_itself_without_error(monkeypatch):
     monkeypatch.setitem(
         analysis.APPROXIMATIONS,
         "exact",
@@ -145,8 +144,8 @@ def test_the_exact_block_is_the_best_approximation_of_itself(monkeypatch):
         assert quality.positive
 
 
-def test_kfc_is_exact_where_the_theory_says_so():
-    """Location-wise Gaussian outputs: the derivatives are white and independent of everything."""
+def test_kfc_is_exact_for_location_wise_gaussian_outputs():
+    """With location-wise Gaussian outputs, derivatives are white and independent of activations."""
     model, inputs = nn.Conv2d(2, 3, 2), torch.randn(5, 2, 4, 4)
     found = analysis.compare_approximations(model, inputs, likelihood="gaussian")[""]
     for name in ("kfc", "ekfac", "iad"):
@@ -155,7 +154,7 @@ def test_kfc_is_exact_where_the_theory_says_so():
     assert found.approximations["diagonal"].frobenius_error > 0.1
 
 
-def test_what_is_too_large_or_has_no_solution_is_left_out(monkeypatch):
+def test_large_and_unsolvable_approximations_are_left_out(monkeypatch):
     monkeypatch.setattr(comparison, "DENSE_SIZE", 0)
     model, inputs = small_network(), torch.randn(8, 2, 4, 4)
     found = analysis.compare_approximations(
@@ -173,7 +172,7 @@ def test_what_is_too_large_or_has_no_solution_is_left_out(monkeypatch):
     assert found["0"].left_out == {"iad": "give a larger damping"}
 
 
-def test_wrong_arguments_of_comparisons():
+def test_comparisons_reject_wrong_arguments():
     model, inputs = small_network(), torch.randn(2, 2, 4, 4)
     for options, words in [
         ({"damping": 0.0}, "damping must be"),
@@ -188,7 +187,7 @@ def test_wrong_arguments_of_comparisons():
 # Correlations
 
 
-def test_autocorrelations_one_pair_after_the_other():
+def test_autocorrelations_equal_sums_over_pairs_of_locations():
     values = torch.randn(2, 3, 2, 4, 5)
     found = autocorrelation(Maps(values), reach=3)
     assert found.shape == (2, 7, 7)
@@ -203,7 +202,7 @@ def test_autocorrelations_one_pair_after_the_other():
         assert_close(found[m, d + 3, e + 3], expected)
 
 
-def test_reach_ends_at_the_maps():
+def test_reach_is_limited_by_the_size_of_maps():
     assert autocorrelation(Maps(torch.randn(1, 2, 3, 4)), reach=7).shape == (3, 7)
 
 
@@ -224,7 +223,7 @@ def test_correlations_of_a_layer():
     assert linear.derivative_maps.shape == (4, 4)
 
 
-def test_dead_maps_have_no_correlation():
+def test_maps_of_zeros_have_zero_correlation():
     values = torch.randn(1, 4, 3, 4, 4)
     values[:, :, 1] = 0
     found = autocorrelation(Maps(values))
@@ -241,26 +240,26 @@ def white(*shape, seed=0):
 
 
 def smooth(noise):
-    """Averages of neighbours along the last dimension: a correlation of one half between them."""
+    """Return sums of neighbours along the last dimension, whose correlation is one half."""
     return noise + noise.roll(1, -1)
 
 
-def test_of_many_maps_some_are_looked_at(monkeypatch):
-    module = import_module("kfc.analysis.assumptions")  # the package has a function of that name
+def test_whiteness_uses_an_even_selection_of_many_maps(monkeypatch):
+    module = import_module("kfc.analysis.assumptions")  # not the function of the same name
     monkeypatch.setattr(module, "MOST_MAPS", 4)
     inputs, derivatives = white(20, 1, 4, 4), smooth(white(1, 20, 9, 4, 4, seed=1))
     some = analysis.assumptions(record_of(inputs, derivatives[:, :, [0, 3, 6]]))["WD"]
     assert analysis.assumptions(record_of(inputs, derivatives))["WD"] == some
 
 
-def test_derivatives_of_zero_are_no_trouble():
+def test_derivatives_of_zero_give_unknown_verdicts():
     found = analysis.assumptions(record_of(white(20, 1, 4, 4), torch.zeros(1, 20, 3, 4, 4)))
     assert found["SUD"].verdict == "unknown"
     assert math.isnan(found["WD"].measures["spread of the maps' variances"].value)
 
 
-def test_assumptions_hold_for_what_they_describe():
-    """Independent white derivatives, independent of white activations."""
+def test_assumptions_hold_for_white_noise():
+    """Derivatives are white, and independent of white activations."""
     record = record_of(white(300, 3, 8, 8), white(1, 300, 4, 8, 8, seed=1))
     found = analysis.assumptions(record)
     assert list(found) == ["IAD", "SH", "SUD", "SUA", "WD"]
@@ -271,7 +270,7 @@ def test_assumptions_hold_for_what_they_describe():
             assert abs(estimate.value) < 0.1
 
 
-def test_each_assumption_fails_on_its_own():
+def test_each_assumption_can_fail_alone():
     inputs, derivatives = white(300, 3, 8, 8), white(1, 300, 4, 8, 8, seed=1)
     strength = white(300, 1, 1, 1, seed=2).mul(0.5).exp()
     ramp = torch.linspace(0.2, 2, 8)
@@ -295,8 +294,8 @@ def test_each_assumption_fails_on_its_own():
 
 
 @pytest.mark.parametrize("mean", [0.0, 5.0])
-def test_the_size_of_spatial_correlations(mean):
-    """One half along one axis, none along the other; centred, the mean is no matter."""
+def test_spatial_correlations_have_the_right_size(mean):
+    """The correlation is 0.5 along one axis and 0 along the other; centring removes the mean."""
     maps = Maps(smooth(white(1, 400, 3, 9, 9)) + mean).centred()
     measures = spatial_correlation(maps, 3, Bootstrap(100, 0))
     near = measures["neighbouring locations"]
@@ -306,7 +305,7 @@ def test_the_size_of_spatial_correlations(mean):
 
 
 @pytest.mark.parametrize("examples", [60, 240])
-def test_the_interval_covers_the_truth_about_as_often_as_it_says(examples):
+def test_intervals_cover_the_true_value_about_as_often_as_stated(examples):
     covered, values = 0, []
     for seed in range(60):
         maps = Maps(smooth(white(1, examples, 2, 1, 12, seed=seed)))
@@ -317,8 +316,8 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says(examples):
     assert abs(sum(values) / len(values) - 0.5) < 0.01
 
 
-def test_chance_is_not_taken_for_correlation():
-    """With few examples the mean magnitude of estimates is 0.12 where there is nothing at all."""
+def test_estimates_are_corrected_for_chance_correlations():
+    """With few examples, uncorrelated maps have a mean magnitude of 0.12 by chance."""
     maps = Maps(white(1, 12, 2, 2, 2))
     plain = autocorrelation(maps, reach=1).abs().flatten(1)[:, [1, 3, 5, 7]].mean().item()
     near = spatial_correlation(maps, 1, Bootstrap(400, 0))["neighbouring locations"]
@@ -326,8 +325,8 @@ def test_chance_is_not_taken_for_correlation():
     assert near.low == 0
 
 
-def test_the_spread_over_locations_is_freed_of_noise():
-    """Few examples: without the correction half of the spread would be chance."""
+def test_spread_over_locations_is_unbiased():
+    """With few examples, half of the uncorrected spread would be due to chance."""
     truth = torch.linspace(0.5, 1.5, 10)
     spreads = []
     for seed in range(20):
@@ -338,8 +337,8 @@ def test_the_spread_over_locations_is_freed_of_noise():
     assert abs(sum(spreads) / len(spreads) - expected) < 0.03
 
 
-def test_the_spread_over_locations_does_not_see_what_all_of_an_example_share():
-    """Examples of very different strengths, as of images and of their derivatives."""
+def test_spread_over_locations_ignores_the_scale_of_examples():
+    """The scales of examples differ widely, as those of images and their derivatives do."""
     truth = torch.linspace(0.65, 1.35, 10)
     expected = (truth.std(correction=0) / truth.mean()).item()
     strengths = white(256, seed=5).mul(2).exp()
@@ -356,7 +355,7 @@ def test_the_spread_over_locations_does_not_see_what_all_of_an_example_share():
     assert abs(sum(values) / len(values) - expected) < 0.05
 
 
-def test_two_examples_are_the_least_and_give_possible_values():
+def test_assumptions_need_two_examples_and_give_possible_values():
     record = record_of(white(2, 2, 4), white(1, 2, 3, 4, seed=1))
     for assumption in analysis.assumptions(record).values():
         for estimate in assumption.measures.values():
@@ -366,12 +365,12 @@ def test_two_examples_are_the_least_and_give_possible_values():
                 or (assumption.name == "SH")
             )
     assert abs(analysis.assumptions(record)["IAD"].deciding.value) <= 1
-    with pytest.raises(ValueError, match="two at least"):
+    with pytest.raises(ValueError, match="at least two examples"):
         analysis.assumptions(record_of(white(1, 2, 4), white(1, 1, 3, 4)))
 
 
-def test_each_quantity_has_locations_of_its_own():
-    """A kernel as large as the map; tokens of a linear layer; a single output map."""
+def test_inputs_and_outputs_may_have_different_locations():
+    """Cases are a kernel as large as the map, one output map, and tokens of a linear layer."""
     whole = nn.Conv2d(2, 1, 4)
     record = record_of(white(30, 2, 4, 4), white(1, 30, 1, 1, 1, seed=1), whole)
     assert list(analysis.assumptions(record)) == ["IAD", "SH", "SUA"]
@@ -395,17 +394,16 @@ def test_each_quantity_has_locations_of_its_own():
     assert correlations(record).activation_offsets.shape == (3, 11)
 
 
-def test_frames_belong_to_their_example():
-    """Twice the same frame says no more than once: the interval stays as wide."""
+def test_frames_count_as_draws_of_their_example():
+    """Repeating each frame adds no information: the interval stays as wide."""
     inputs, derivatives = white(40, 2, 6), white(1, 40, 3, 6, seed=1)
     once = analysis.assumptions(record_of(inputs, derivatives))["SUD"].deciding
     twice = record_of(inputs, derivatives)
     call = LayerCall(
         inputs.repeat_interleave(2, 0),
-        torch.empty(80, 3, 6, device="meta"),
         derivatives.repeat_interleave(2, 1),
     )
-    twice = LayerRecord("layer", twice.handler, (call,), 40)
+    twice = LayerRecord("layer", twice.layer, (call,), 40)
     again = analysis.assumptions(twice)["SUD"].deciding
     assert_close([again.value, again.low, again.high], [once.value, once.low, once.high])
 

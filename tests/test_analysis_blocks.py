@@ -1,4 +1,4 @@
-"""Exact blocks and approximations against dense references, in float64."""
+"""Tests of exact blocks and approximations against dense references, in float64."""
 
 import itertools
 
@@ -12,18 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 import kfc
 from kfc.analysis import APPROXIMATIONS, ExactBlock, LayerRecord, exact_block, record_layer
-from kfc.analysis.approximations import boundary_counts
 from kfc.analysis.blocks import UnitBlock
 from kfc.analysis.exact import IndependentBlock
 from kfc.analysis.krylov import (
-    Lanczos,
     UnsolvableError,
     conjugate_gradients,
     operator_norm,
+    ritz_values,
     top_eigenvalues,
 )
 from kfc.analysis.recording import LayerCall
-from kfc.layers import handler_for
+from kfc.layers import layer_for
 from reference import (
     activation_factor,
     cross_entropy,
@@ -40,22 +39,21 @@ NAMES = list(APPROXIMATIONS)
 
 
 def in_our_order(layer: nn.Module) -> torch.Tensor:
-    """Where each of our dense coordinates lies among (weight, bias), flattened."""
-    handler = handler_for(layer)
+    """Return the index of each dense coordinate in the flattened (weight, bias)."""
+    geometry = layer_for(layer)
     index = torch.arange(float(sum(p.numel() for p in layer.parameters())))
     weight = index[: layer.weight.numel()].reshape(layer.weight.shape)
-    parts = [handler.weight_to_matrix(weight)]
+    parts = [geometry.weight_to_matrix(weight)]
     if layer.bias is not None:
-        parts.insert(0, index[layer.weight.numel() :].reshape(handler.groups, -1, 1))
+        parts.insert(0, index[layer.weight.numel() :].reshape(geometry.groups, -1, 1))
     return torch.cat(parts, dim=2).mT.flatten().long()
 
 
 def synthetic(module: nn.Module, inputs: torch.Tensor, draws: int = 2) -> LayerRecord:
-    """A record with derivatives that no model need have produced."""
-    outputs = module(inputs).detach()
-    derivatives = torch.randn(draws, *outputs.shape)
-    call = LayerCall(inputs, outputs.to("meta"), derivatives)
-    return LayerRecord("layer", handler_for(module), (call,), len(inputs))
+    """Return a record with random derivatives."""
+    derivatives = torch.randn(draws, *module(inputs).shape)
+    call = LayerCall(inputs, derivatives)
+    return LayerRecord("layer", layer_for(module), (call,), len(inputs))
 
 
 def small_record(groups: int = 1, **options) -> LayerRecord:
@@ -105,7 +103,7 @@ class TwoCalls(nn.Module):
         return self.layer(self.layer(inputs).tanh())
 
 
-def test_calls_of_one_layer_add_up_before_they_are_squared():
+def test_gradients_of_several_calls_are_added_before_squaring():
     model, inputs = TwoCalls(), torch.randn(6, 3)
     order = in_our_order(model.layer)
     expected = exact_fisher(model, inputs, cross_entropy())[order][:, order]
@@ -123,12 +121,12 @@ def test_sampled_targets_give_the_exact_block_on_average():
 
 @pytest.mark.parametrize("examples", [3, 30])
 @pytest.mark.parametrize("max_gib", [1.0, 1e-7])
-def test_the_exact_block_without_its_dense_form(examples, max_gib):
-    """Whether there are fewer gradients than parameters or more, kept or computed anew."""
+def test_exact_block_equals_its_dense_form(examples, max_gib):
+    """There are fewer or more gradients than parameters, and they fit into memory or not."""
     module = nn.Conv1d(2, 3, 3, padding=1, groups=1)
     record = synthetic(module, torch.randn(examples, 2, 5))
     block, dense = ExactBlock(record, max_gib), ExactBlock(record).dense()
-    assert (max_gib < 1e-3) == (not block._keeps_gradients())
+    assert (max_gib < 1e-3) == (not block.keeps_gradients())
     check_against_dense(block, dense)
     assert_close(block.diagonal().mT.flatten(), dense.diagonal())
     count = 2
@@ -142,7 +140,7 @@ def test_the_exact_block_without_its_dense_form(examples, max_gib):
         assert_close(spectrum, expected[: len(spectrum)], rtol=1e-9, atol=1e-10)
 
 
-def test_too_large_a_block_is_refused_politely():
+def test_large_dense_forms_raise_an_error():
     block = exact_block(nn.Linear(30, 20), torch.randn(2, 30), "")
     with pytest.raises(kfc.analysis.TooLargeError, match=r"620 rows and would take 0\.0 GiB"):
         block.to_dense(max_gib=1e-4)
@@ -150,7 +148,7 @@ def test_too_large_a_block_is_refused_politely():
         block.to_dense(max_gib=1e-4)
 
 
-def test_the_model_stays_as_it_was():
+def test_model_and_random_state_do_not_change():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
     inputs = torch.randn(5, 3)
     with pytest.raises(ValueError, match=r"model\.eval\(\)"):
@@ -165,7 +163,7 @@ def test_the_model_stays_as_it_was():
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_checkpointed_parts_are_seen_once():
+def test_checkpointed_layers_are_recorded_once():
     class Checkpointed(nn.Sequential):
         def forward(self, inputs):
             return self[2](checkpoint(lambda x: self[1](self[0](x)), inputs, use_reentrant=False))
@@ -178,7 +176,7 @@ def test_checkpointed_parts_are_seen_once():
 
 
 class Sequences(nn.Module):
-    """Frames of every example, through one layer, batch first or sequence first."""
+    """Applies one layer to the frames of every example, batch first or sequence first."""
 
     def __init__(self, first: str) -> None:
         super().__init__()
@@ -190,7 +188,7 @@ class Sequences(nn.Module):
 
 
 @pytest.mark.parametrize("frames", [1, 3, 8])
-def test_sequences_may_come_first(frames):
+def test_sequence_first_equals_batch_first(frames):
     inputs = torch.randn(4, frames, 3)
     batch, sequence = Sequences("batch"), Sequences("sequence")
     sequence.load_state_dict(batch.state_dict())
@@ -198,7 +196,7 @@ def test_sequences_may_come_first(frames):
     assert_close(exact_block(sequence, inputs, "layer").to_dense(), expected)
 
 
-def test_rows_of_nobody_are_refused():
+def test_rows_without_an_example_raise_an_error():
     class Constant(nn.Module):
         def __init__(self):
             super().__init__()
@@ -213,7 +211,7 @@ def test_rows_of_nobody_are_refused():
         exact_block(Sequences("batch"), torch.randn(4, 4, 3), "layer")
 
 
-def test_singular_blocks_say_so():
+def test_singular_blocks_raise_an_error():
     record = synthetic(nn.Linear(6, 2), torch.randn(2, 6))
     vector = torch.randn(record.shape)
     units = record.shape[0], record.shape[1], 3, 3
@@ -227,7 +225,7 @@ def test_singular_blocks_say_so():
         ExactBlock(record).solve(vector, 0.0)
 
 
-def test_wrong_layers_are_named():
+def test_wrong_arguments_raise_errors():
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     with pytest.raises(ValueError, match=r"no trained layer '1'.*'0', '2'"):
         exact_block(model, torch.randn(2, 3), "1")
@@ -241,7 +239,7 @@ def test_wrong_layers_are_named():
 
 
 def check_against_dense(block, dense):
-    """Products, solutions, traces and spectra of a block, against its dense form."""
+    """Compare products, solutions, traces and spectra of a block with its dense form."""
     vector = torch.randn(3, *block.shape)
     flat = vector.mT.flatten(1)
     assert_close(block.product(vector).mT.flatten(1), flat @ dense, rtol=1e-8, atol=1e-9)
@@ -263,15 +261,15 @@ def check_against_dense(block, dense):
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_approximation_against_its_dense_form(name, bias, groups):
+def test_approximations_equal_their_dense_forms(name, bias, groups):
     block = APPROXIMATIONS[name].build(small_record(groups, bias=bias))
     check_against_dense(block, block.to_dense())
     assert_close(block.to_dense(), block.to_dense().T)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_the_independent_block_is_lemma_1(groups):
-    """Σ_t Σ_t′ E[a_t a_t′ᵀ] ⊗ E[Ds_t Ds_t′ᵀ], one pair of locations after the other."""
+def test_independent_block_equals_lemma_1(groups):
+    """Lemma 1 is Σ_t Σ_t′ E[a_t a_t′ᵀ] ⊗ E[Ds_t Ds_t′ᵀ], here in a loop over pairs."""
     record = small_record(groups)
     examples, rows = slice(0, record.examples), record.rows_per_example
     activations = record.activation_rows(examples)  # (M, groups, T, n)
@@ -285,14 +283,14 @@ def test_the_independent_block_is_lemma_1(groups):
     assert_close(IndependentBlock(record).to_dense(), total)
 
 
-def test_one_example_is_independent_of_itself():
+def test_independent_block_is_exact_for_one_example():
     record = synthetic(nn.Conv2d(2, 3, 2), torch.randn(1, 2, 4, 4))
     assert_close(IndependentBlock(record).to_dense(), ExactBlock(record).to_dense())
 
 
 @settings(max_examples=25)
 @given(convolutions())
-def test_kfc_is_what_the_optimizer_takes(case):
+def test_kfc_has_the_factors_of_the_optimizer(case):
     layer, inputs = case
     output = layer(inputs)
     model = nn.Sequential(layer, Locations(output))
@@ -303,7 +301,7 @@ def test_kfc_is_what_the_optimizer_takes(case):
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_parts_of_the_exact_block(groups):
+def test_diagonal_and_unit_wise_blocks_are_parts_of_the_exact_block(groups):
     record = small_record(groups)
     dense = ExactBlock(record).to_dense()
     assert_close(APPROXIMATIONS["diagonal"].build(record).to_dense(), dense.diagonal().diag())
@@ -315,7 +313,7 @@ def test_parts_of_the_exact_block(groups):
     assert_close(APPROXIMATIONS["unit-wise"].build(record).to_dense(), dense * same)
 
 
-def test_ekfac_is_the_diagonal_in_the_eigenbasis():
+def test_ekfac_is_the_diagonal_in_the_eigenbasis_of_kfc():
     record = small_record()
     block = APPROXIMATIONS["ekfac"].build(record)
     basis = torch.kron(block.activation_basis[0], block.derivative_basis[0])
@@ -330,7 +328,7 @@ def test_ekfac_is_the_diagonal_in_the_eigenbasis():
 
 
 def estimated_one_by_one(maps, size, kernel):
-    """Theorem 1's Ω of a convolution with padding in one dimension, in plain loops."""
+    """Return Theorem 1's Ω for a one-dimensional convolution with padding, by loops."""
     examples, channels, _ = maps.shape
     reach = kernel // 2
     offsets = range(-reach, reach + 1)
@@ -351,7 +349,7 @@ def estimated_one_by_one(maps, size, kernel):
 
 
 @pytest.mark.parametrize("size", [2, 5])
-def test_theorem_1_in_plain_loops(size):
+def test_theorem_1_equals_plain_loops(size):
     maps = torch.randn(3, 2, size) + 1
     record = synthetic(nn.Conv1d(2, 2, 3, padding=1), maps)
     factor = APPROXIMATIONS["autocovariance"].build(record).factors.activation[0]
@@ -360,13 +358,13 @@ def test_theorem_1_in_plain_loops(size):
 
 @settings(max_examples=40)
 @given(convolutions())
-def test_theorem_1_of_maps_that_are_the_same_everywhere(case):
-    """Constant maps are homogeneous whatever the geometry: theorem 1 is theorem 2."""
+def test_theorem_1_of_constant_maps(case):
+    """Constant maps are homogeneous, so that Theorem 1 equals Theorem 2 for any geometry."""
     layer, inputs = case
     constant = torch.randn(*inputs.shape[:2], *(1,) * (inputs.dim() - 2)).expand_as(inputs)
     record = synthetic(layer, constant)
     both = [APPROXIMATIONS[n].build(record).factors.activation for n in ("autocovariance", "kfc")]
-    seen = boundary_counts(record)
+    seen = record.layer.boundary_counts(constant, layer(constant))
     start = 0 if layer.bias is not None else 1
     offsets = torch.arange(1, len(seen)).repeat(layer.in_channels // layer.groups)
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), offsets])[start:]
@@ -374,8 +372,8 @@ def test_theorem_1_of_maps_that_are_the_same_everywhere(case):
 
 
 @pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
-def test_theorem_1_tells_directions_apart(kind):
-    """One channel follows the other by a pixel; a transposed kernel is read backwards."""
+def test_theorem_1_distinguishes_directions(kind):
+    """One channel is the other shifted by a pixel; a transposed kernel is read backwards."""
     module = kind(2, 1, 3, padding=1).double()
     noise = torch.randn(4000, 9)
     maps = torch.stack([noise[:, 1:], noise[:, :-1]], dim=1)
@@ -397,7 +395,7 @@ def test_theorem_1_tells_directions_apart(kind):
     ],
 )
 def test_theorem_1_of_transposed_convolutions(module):
-    """Of constant maps, with zeros between their pixels."""
+    """Maps are constant, with zeros between their pixels."""
     module = module.double()
     dims = module.weight.dim() - 2
     constant = torch.randn(1, 2, *(1,) * dims).expand(3, 2, *(4,) * dims)
@@ -407,7 +405,7 @@ def test_theorem_1_of_transposed_convolutions(module):
 
 
 def periodic_field(examples, channels, size, generator, width=2):
-    """A Gaussian field on a torus, the same in distribution at every location."""
+    """Return a Gaussian field on a torus, with the same distribution at every location."""
     noise = torch.randn(examples, channels, size, size, generator=generator)
     smooth = noise
     for shift in range(1, width + 1):
@@ -431,8 +429,8 @@ def test_theorem_1_equals_theorem_2_in_expectation_on_homogeneous_maps():
     few = sum(difference(30) for _ in range(10)) / 10
     many = difference(30 * 256)
     assert many < 0.01, "they do not agree in expectation"
-    assert many < few / 5, "the difference does not vanish as a mean does, 16 times smaller"
-    # Maps that are not homogeneous differ however many there are.
+    assert many < few / 5, "the difference does not decrease like that of a mean, by 16"
+    # For maps that are not homogeneous, the difference remains for any number of examples.
     ramp = torch.linspace(0, 2, 5).reshape(1, 1, 5, 1)
     record = synthetic(module, periodic_field(30 * 64, 2, 5, generator) * ramp)
     first, second = (
@@ -441,7 +439,7 @@ def test_theorem_1_equals_theorem_2_in_expectation_on_homogeneous_maps():
     assert (first - second).norm() > 0.05 * second.norm()
 
 
-def test_theorem_1_may_be_indefinite_on_small_maps_and_says_so():
+def test_theorem_1_may_be_indefinite_on_small_maps():
     generator = torch.Generator().manual_seed(1)
     indefinite = 0
     for _ in range(20):
@@ -458,14 +456,14 @@ def test_theorem_1_may_be_indefinite_on_small_maps_and_says_so():
     assert indefinite > 10
 
 
-# Theorem 3, for one layer: the natural gradient moves with affine changes of what the layer sees
+# Theorem 3 for one layer: natural gradients under affine changes of activations or derivatives
 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(st.integers(1, 3), st.integers(1, 2), st.sampled_from(["zeros", "circular"]))
 @settings(max_examples=8)
-def test_invariance(name, channels, kernel, mode):
-    """a′ = a B + c at every pixel; Ds = Ds′ A. Padding 0 or circular, no damping."""
+def test_invariance_under_affine_changes(name, channels, kernel, mode):
+    """Activations become a B + c at every pixel, or Ds = Ds′ A; there is no damping."""
     padding = 0 if mode == "zeros" else kernel - 1
     module = nn.Conv1d(channels, 2, kernel, padding=padding, padding_mode=mode)
     inputs = torch.randn(60, channels, kernel + 2)
@@ -482,17 +480,16 @@ def test_invariance(name, channels, kernel, mode):
             spread[0, 0] = 1
             spread[0, 1:] = shift.repeat_interleave(kernel)
             spread[1:, 1:] = torch.kron(change, torch.eye(kernel))
-            other = synthetic(module, changed)
-            call = LayerCall(changed, other.calls[0].outputs, record.calls[0].derivatives)
+            call = LayerCall(changed, record.calls[0].derivatives)
             moved = gradient @ spread
         else:
             turned = torch.einsum("rnil,ik->rnkl", record.calls[0].derivatives, left)
-            call = LayerCall(inputs, record.calls[0].outputs, turned)
+            call = LayerCall(inputs, turned)
             moved = left.T @ gradient
-        other = LayerRecord("layer", record.handler, (call,), 60)
+        other = LayerRecord("layer", record.layer, (call,), 60)
         natural = _undamped(name, record, gradient)
         expected = _undamped(name, other, moved)
-        # W = W′ Sᵀ, so that the steps are the same function if ΔW = ΔW′ Sᵀ; likewise ΔW = A ΔW′.
+        # Since W = W′ Sᵀ, both steps give the same function if ΔW = ΔW′ Sᵀ; likewise ΔW = A ΔW′.
         back = expected @ spread.T if which == "activations" else left @ expected
         error = (back - natural).norm() / natural.norm()
         if which in APPROXIMATIONS[name].invariant:
@@ -518,14 +515,12 @@ def spd(size, seed=0):
 
 
 def lanczos(product, start, steps):
-    """In two goes."""
-    space = Lanczos(product, start)
-    space.extend(steps // 2)
-    space.extend(steps - steps // 2)
-    return space.values()
+    """Return Ritz values and error bounds after extending the space twice."""
+    *_, last = ritz_values(product, start, (steps // 2, steps))
+    return last
 
 
-def test_lanczos_against_eigh():
+def test_lanczos_equals_eigh():
     matrix = spd(40)
     values, errors = lanczos(lambda v: matrix @ v, torch.randn(40), 40)
     assert_close(values, torch.linalg.eigvalsh(matrix).flip(0), rtol=1e-8, atol=1e-9)
@@ -537,7 +532,7 @@ def test_lanczos_against_eigh():
     assert_close(top, values[:5], rtol=1e-5, atol=0)
 
 
-def test_lanczos_of_low_rank_and_of_nothing():
+def test_lanczos_of_low_rank_and_of_zero_matrices():
     column = torch.randn(30, 2)
     values, _ = lanczos(lambda v: column @ (column.T @ v), torch.randn(30), 20)
     assert len(values) <= 4
@@ -545,12 +540,12 @@ def test_lanczos_of_low_rank_and_of_nothing():
     assert operator_norm(torch.zeros_like, torch.randn(5)) == 0
 
 
-def test_the_operator_norm_sees_negative_eigenvalues():
+def test_operator_norm_includes_negative_eigenvalues():
     matrix = torch.diag(torch.tensor([1.0, -5.0, 2.0]))
     assert_close(operator_norm(lambda v: matrix @ v, torch.randn(3)), 5.0)
 
 
-def test_conjugate_gradients():
+def test_conjugate_gradients_solve_or_raise():
     matrix, right = spd(30) + 0.01 * torch.eye(30), torch.randn(30)
     solution = conjugate_gradients(lambda v: matrix @ v, right, tolerance=1e-10)
     assert_close(solution, torch.linalg.solve(matrix, right), rtol=1e-6, atol=1e-7)

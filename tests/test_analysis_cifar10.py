@@ -1,24 +1,24 @@
-"""The paper's findings of section 5.1, on networks trained on real CIFAR-10."""
+"""Tests of the findings of section 5.1 on networks trained on CIFAR-10."""
 
 import pytest
 
 import kfc.analysis as analysis
-from kfc.experiments.config import make_config
-from kfc.experiments.data import DataError, load
-from kfc.experiments.training import Trainer
+from kfc.lab.config import make_config
+from kfc.lab.data import DataError, load
+from kfc.lab.training import Trainer
 
 CONVOLUTIONS = ("conv1", "conv2", "conv3")
 
 
 def trained(net, data, folder):
-    """The network after an epoch of SGD."""
-    wishes = {"data": "cifar10", "net": net, "init": "kaiming", "optimizer": "sgd", "lr": 0.003}
-    wishes |= {"batch_size": 128, "epochs": 1.0, "evaluation_examples": 1000}
-    trainer = Trainer.start(folder, make_config(**wishes), data, name=net)
+    """Return the network after an epoch of SGD."""
+    options = {"data": "cifar10", "net": net, "init": "kaiming", "optimizer": "sgd", "lr": 0.003}
+    options |= {"batch_size": 128, "epochs": 1.0, "evaluation_examples": 1000}
+    trainer = Trainer.start(folder, make_config(**options), data, name=net)
     trainer.advance()
     trainer.close()
     assert trainer.last_evaluation["averaged_test_error"] < 75
-    return trainer.parts
+    return trainer.components
 
 
 def neighbours(found, name):
@@ -27,16 +27,16 @@ def neighbours(found, name):
 
 @pytest.mark.slow
 def test_max_pooling_makes_derivatives_spatially_uncorrelated(tmp_path):
-    """Figure 1, (a) against (c); and figure 2: activations are correlated in either network."""
+    """As in figures 1 (a) and (c); in both networks, activations are correlated (figure 2)."""
     try:
         data = load("cifar10")
     except DataError as error:
         pytest.skip(str(error))
     found = {}
     for pooling in ("max", "avg"):
-        parts = trained(f"cuda-convnet-{pooling}", data, tmp_path / pooling)
-        images = parts.inputs(data.train.images[:256])
-        model = parts.model.eval()
+        components = trained(f"cuda-convnet-{pooling}", data, tmp_path / pooling)
+        images = components.inputs(data.train.images[:256])
+        model = components.model.eval()
         found[pooling] = {
             layer: analysis.assumptions(analysis.record_layer(model, images, layer, samples=4))
             for layer in CONVOLUTIONS

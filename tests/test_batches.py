@@ -1,4 +1,4 @@
-"""Inputs and batches, against what numpy computes in one piece."""
+"""Inputs and batches, compared with direct computations in numpy."""
 
 import multiprocessing
 
@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from data_files import random_set
-from kfc.experiments.data import Batches, DataError, Inputs, Split
+from kfc.lab.data import Batches, DataError, Inputs, Split
 
 TRUTH = random_set((3, 32, 32)).train
 
 
 def numbered(count):
-    """Images that all have their own number in them, as their label does."""
+    """Return images whose pixels and label are the index of the image."""
     numbers = np.arange(count, dtype=np.int64)
     images = np.zeros((count, 1, 2, 2), np.uint8)
     images[:] = (numbers % 256).astype(np.uint8)[:, None, None, None]
@@ -49,7 +49,7 @@ def test_normalised_inputs():
     np.testing.assert_allclose(inputs(TRUTH.images), centred / centred.std(), atol=1e-5)
 
 
-def test_statistics_of_more_images_than_are_taken_at_once():
+def test_statistics_of_several_chunks_of_images():
     images = np.random.default_rng(0).integers(0, 256, (9001, 1, 3, 3), dtype=np.uint8)
     inputs = Inputs.normalised(Split(images, np.zeros(9001, np.int64)))
     centred = images - images.mean(0, dtype=np.float64)
@@ -62,7 +62,7 @@ def test_equal_images_cannot_be_normalised():
         Inputs.normalised(Split(np.full((5, 1, 2, 2), 9, np.uint8), np.zeros(5, np.int64)))
 
 
-def test_an_epoch_has_every_example_once_and_images_go_with_their_labels():
+def test_an_epoch_has_every_example_once_with_its_label():
     batches = Batches(numbered(100), RAW, 10, seed=3)
     assert len(batches) == 10
     seen = []
@@ -87,7 +87,7 @@ def test_only_the_first_examples_are_used():
     assert sorted(seen) == list(range(21))
 
 
-def test_the_order_follows_from_seed_and_epoch():
+def test_the_order_depends_on_seed_and_epoch():
     def order(seed, epoch):
         return numbers_in(Batches(numbered(64), RAW, 8, seed).epoch(epoch))
 
@@ -105,7 +105,7 @@ def test_the_rest_of_an_epoch(workers, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_workers_make_no_difference(workers, tmp_path):
+def test_workers_do_not_change_the_batches(workers, tmp_path):
     split, inputs = mapped(TRUTH, tmp_path), Inputs.normalised(TRUTH)
     alone = list(Batches(TRUTH, inputs, 3, seed=9).epoch(1))
     shared = list(Batches(split, inputs, 3, seed=9, workers=workers).epoch(1))
@@ -116,7 +116,7 @@ def test_workers_make_no_difference(workers, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_global_random_state_is_left_alone(workers):
+def test_the_global_random_state_does_not_change(workers):
     torch.manual_seed(5)
     np.random.seed(5)
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
@@ -125,7 +125,7 @@ def test_the_global_random_state_is_left_alone(workers):
     np.testing.assert_array_equal(np.random.get_state()[1], before[1])
 
 
-def test_breaking_off_ends_the_workers():
+def test_leaving_the_loop_ends_the_workers():
     batches = Batches(numbered(200), RAW, 2, seed=1, workers=2)
     for _ in batches.epoch(0):
         assert len(multiprocessing.active_children()) == 2
@@ -135,8 +135,8 @@ def test_breaking_off_ends_the_workers():
 
 @pytest.mark.parametrize(("size", "ranks"), [(8, 2), (9, 2), (7, 3), (3, 3)])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_ranks_take_parts_of_the_same_batches(size, ranks, workers):
-    """In their order; weighted, the mean of their means is the whole batch's."""
+def test_ranks_share_the_same_batches(size, ranks, workers):
+    """The parts are in order, and the weighted mean over ranks is the mean of the batch."""
     whole = numbers_in(Batches(numbered(40), RAW, size, seed=2).epoch(1, start=1))
     parts = [
         Batches(numbered(40), RAW, size, seed=2, workers=workers, rank=rank, ranks=ranks)
@@ -151,7 +151,9 @@ def test_ranks_take_parts_of_the_same_batches(size, ranks, workers):
 
 
 def test_every_rank_needs_an_example_of_every_batch():
-    with pytest.raises(ValueError, match="batch_size 2 is less than an example for each of 3"):
+    with pytest.raises(
+        ValueError, match=r"batch_size must be at least the number of ranks \(3\), got 2"
+    ):
         Batches(numbered(10), RAW, 2, seed=0, rank=1, ranks=3)
 
 
@@ -175,6 +177,6 @@ def test_wrong_arguments_are_named(wrong):
 
 
 @pytest.mark.parametrize(("number", "start"), [(-1, 0), (0, -1), (0, 6), (0.5, 0)])
-def test_wrong_epochs_are_errors_at_once(number, start):
-    with pytest.raises(ValueError, match=r"must be|has 5 batches"):
+def test_wrong_epochs_are_errors_before_iteration(number, start):
+    with pytest.raises(ValueError, match="must be"):
         Batches(numbered(10), RAW, 2, seed=0).epoch(number, start)

@@ -1,4 +1,4 @@
-"""The benchmark program, on as little as possible: what it writes, not what it measures."""
+"""Test the output of the benchmark program at the smallest sizes."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def measure(network: str, folder: Path, *sections: str) -> tuple[dict, str, str]:
-    """Results, printed tables and page of one method at the smallest size."""
+    """Return the results, the printed tables and the page of one method."""
     options = ["--network", network, "--batch", "4", "--repeats", "1", "--out", str(folder)]
     done = bench("--only", "kfc, every step, no*", "--sections", *sections, *options)
     assert done.returncode == 0, done.stderr
@@ -25,7 +25,7 @@ def measure(network: str, folder: Path, *sections: str) -> tuple[dict, str, str]
     return results, done.stdout, (folder / f"{network}-4.html").read_text()
 
 
-def test_it_writes_numbers_tables_and_a_page(tmp_path):
+def test_results_tables_and_page(tmp_path):
     results, printed, page = measure("resnet18", tmp_path, "steps")
     assert [row["method"] for row in results["steps"]] == ["SGD", "KFC, every step, no clip"]
     assert all(row["milliseconds"] > 0 for row in results["steps"])
@@ -44,7 +44,7 @@ def test_first_steps_and_memory(network, tmp_path):
     assert "First step and memory" in page
 
 
-def test_a_library_that_is_not_there_is_reported(tmp_path):
+def test_a_library_that_is_not_installed_is_reported(tmp_path):
     options = ["--batch", "4", "--repeats", "1", "--sections", "steps", "--out", str(tmp_path)]
     done = bench("--only", "NNGeometry KFAC, every step", *options)
     assert done.returncode == 0, done.stderr
@@ -54,7 +54,7 @@ def test_a_library_that_is_not_there_is_reported(tmp_path):
     assert "No module named" in (tmp_path / "cifar10-4.html").read_text()
 
 
-def test_a_name_that_fits_nothing_is_an_error():
+def test_a_pattern_without_a_match_is_an_error():
     done = bench("--only", "KFCC")
     assert done.returncode != 0
-    assert "no method fits ['KFCC']" in done.stderr
+    assert "no method matches ['KFCC']" in done.stderr

@@ -1,4 +1,4 @@
-"""State dicts: a run resumed in a new process goes on bit for bit; what does not fit is refused."""
+"""State dicts: runs resume bit for bit, and states that do not fit are refused."""
 
 import operator
 from pathlib import Path
@@ -13,7 +13,7 @@ from commands import run_script
 
 
 def tensors(value, path=()):
-    """Every leaf of nested dicts and lists, by its path."""
+    """Yield (path, leaf) of nested dicts and lists."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from tensors(inner, (*path, key))
@@ -24,7 +24,7 @@ def tensors(value, path=()):
         yield path, value
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
+def test_a_resumed_run_continues_bit_for_bit(tmp_path):
     program = Path(__file__).with_name("resume_run.py")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, first, last in ((whole, 0, 20), (parts, 0, 7), (parts, 7, 20)):
@@ -84,12 +84,12 @@ def test_a_state_dict_from_another_model_is_refused(other, match):
 def test_a_state_dict_with_other_factors_is_refused():
     model = net()
     state = trained(model).state_dict()
-    state["preconditioner"]["curvature"]["layers"]["0"]["running"][0] = torch.zeros(1, 7, 7)
+    state["curvature"]["curvature"]["layers"]["0"]["running"][0] = torch.zeros(1, 7, 7)
     with pytest.raises(ValueError, match=r"0: .*\(1, 7, 7\)"):
         trained(net()).load_state_dict(state)
 
 
-@pytest.mark.parametrize("key", ["state", "param_groups", "preconditioner", "parameters", "clip"])
+@pytest.mark.parametrize("key", ["state", "param_groups", "curvature", "parameters", "clip"])
 def test_an_incomplete_state_dict_is_refused(key):
     optimizer = trained(net())
     state = optimizer.state_dict()
@@ -97,7 +97,7 @@ def test_an_incomplete_state_dict_is_refused(key):
     with pytest.raises(ValueError, match=f"incomplete.*{key}"):
         optimizer.load_state_dict(state)
     state = optimizer.state_dict()
-    del state["preconditioner"]["curvature"]
+    del state["curvature"]["curvature"]
     with pytest.raises(ValueError, match=r"incomplete.*curvature"):
         optimizer.load_state_dict(state)
     with pytest.raises(ValueError, match="must be a dict"):
@@ -105,20 +105,11 @@ def test_an_incomplete_state_dict_is_refused(key):
 
 
 def paths_of(value, path=()):
-    """The path of every key in nested dicts."""
+    """Yield the path of every key in nested dicts."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield (*path, key)
             yield from paths_of(inner, (*path, key))
-
-
-def test_a_state_from_before_there_were_workers_goes_on():
-    source, optimizer = trained(net()), trained(net(), steps=3)
-    state = source.state_dict()
-    del state["preconditioner"]["renewal"]
-    optimizer.load_state_dict(state)
-    for name, factors in source.factors.items():
-        assert torch.equal(optimizer.factors[name].activation, factors.activation)
 
 
 def test_every_missing_part_is_refused_before_anything_changes():
@@ -126,14 +117,11 @@ def test_every_missing_part_is_refused_before_anything_changes():
     optimizer = trained(net(), steps=3)
     before = snapshot(optimizer)
     # A parameter may lack momentum or an average, if it had no gradient yet; a norm layer's only
-    # inverse, if it was never due; a state from before there were several kinds of curvature, or
-    # workers, these.
+    # inverse, if it was never due.
     paths = [
         path
         for path in paths_of(source.state_dict())
-        if (path[0] != "state" or len(path) == 1)
-        and path[-2:] != ("inverse", "inverse")
-        and path[-1] not in ("structure", "renewal")
+        if (path[0] != "state" or len(path) == 1) and path[-2:] != ("inverse", "inverse")
     ]
     assert len(paths) > 30
     for path in paths:
@@ -156,10 +144,10 @@ def test_every_missing_part_is_refused_before_anything_changes():
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (("preconditioner", "steps"), None),
-        (("preconditioner", "generator", "seed"), "a"),
-        (("preconditioner", "generator", "state"), 3),
-        (("preconditioner", "curvature", "inverse_kind"), "qr"),
+        (("curvature", "steps"), None),
+        (("curvature", "generator", "seed"), "a"),
+        (("curvature", "generator", "state"), 3),
+        (("curvature", "curvature", "inverse_kind"), "qr"),
         (("clip", "gap"), None),
         (("clip", "ratios"), 0.5),
     ],
@@ -178,7 +166,7 @@ def test_a_part_of_the_wrong_kind_is_refused(path, value):
     assert optimizer.diagnostics["step"] == 2
 
 
-def test_a_state_can_be_loaded_again_and_again():
+def test_a_state_can_be_loaded_repeatedly():
     optimizer = trained(net())
     state = optimizer.state_dict()
     for _ in range(2):
@@ -203,6 +191,29 @@ def test_a_truncated_file_is_an_error_before_anything_changes(tmp_path):
     assert optimizer.diagnostics["step"] == 2
 
 
+METHODS = [kfc.KFC, kfc.KFAC, kfc.Preconditioner]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("version", [None, 1, 99])
+def test_state_dicts_of_other_versions_are_refused(method, version):
+    state = method(net()).state_dict()
+    assert isinstance(state["version"], int)
+    if version is None:
+        del state["version"]
+        message = "the state dict has no version"
+    else:
+        state["version"] = version
+        message = f"the state dict has version {version}"
+    with pytest.raises(ValueError, match=f"{message}.*loads version 2 only"):
+        method(net()).load_state_dict(state)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_state_dicts_of_this_version_are_loaded(method):
+    method(net()).load_state_dict(method(net()).state_dict())
+
+
 def test_a_plain_optimizers_state_dict_is_refused():
     model = net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -210,21 +221,23 @@ def test_a_plain_optimizers_state_dict_is_refused():
         kfc.KFC(model).load_state_dict(sgd.state_dict())
 
 
-def test_another_kind_of_inverse_is_computed_anew():
-    state = trained(net(), inverse="factored").state_dict()
+def test_another_kind_of_inverse_is_computed_again():
+    state = trained(net(), curvature=kfc.Kronecker(inverse="factored")).state_dict()
     model = net()
-    optimizer = kfc.KFC(model, inverse="eigen", inverse_period=100, statistics_period=100)
+    optimizer = kfc.KFC(
+        model, curvature=kfc.Kronecker(inverse="eigen"), schedule=kfc.Periods(100, 100)
+    )
     optimizer.load_state_dict(state)
     F.cross_entropy(model(torch.randn(4, 3)), torch.zeros(4, dtype=torch.long)).backward()
     optimizer.step()
-    inverse = optimizer.preconditioner.curvature.layers["0"].inverse
-    assert "eigenvalues" in inverse.tensors
+    inverse = optimizer.state_dict()["curvature"]["curvature"]["layers"]["0"]["inverse"]
+    assert "eigenvalues" in inverse
 
 
 def test_a_state_dict_is_a_snapshot():
     model = net()
     optimizer = trained(model)
-    state = optimizer.state_dict()["preconditioner"]
+    state = optimizer.state_dict()["curvature"]
     before = {path: v.clone() for path, v in tensors(state) if isinstance(v, torch.Tensor)}
     for _ in range(2):
         optimizer.zero_grad()
@@ -242,7 +255,7 @@ def test_state_before_the_first_step_can_be_loaded():
     assert other.diagnostics["step"] == 0
 
 
-def test_a_frozen_layers_old_statistics_do_not_stand_in_the_way():
+def test_statistics_of_a_layer_frozen_since_are_ignored():
     model = net()
     state = trained(model).state_dict()
     other = net()

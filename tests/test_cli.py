@@ -1,4 +1,4 @@
-"""The command line: every command with good and bad arguments, through real processes."""
+"""The command line: every command with valid and invalid arguments."""
 
 import json
 import re
@@ -8,10 +8,10 @@ import pytest
 
 import kfc as package
 from commands import assert_clear_error, kfc, kfc_anew, kfc_here
-from kfc.experiments.runs import read_record
+from kfc.lab.runs import read_record
 
 SMALL = ("--data", "digits", "--epochs", "1", "--threads", "1")
-PROGRAM = "import sys; sys.argv[0] = 'kfc'; from kfc.cli import app; app(prog_name='kfc')"
+KFAC = ("--data", "digits", "--optimizer", "kfac")
 COMMANDS = [
     *("demo", "train", "compare", "report", "inspect", "bench", "data", "data list", "data get")
 ]
@@ -37,7 +37,7 @@ def test_every_command_has_help_with_an_example(command):
     assert re.search(rf"Examples?:\s+.*(kfc {command}|make bench)", done.stdout, re.S)
 
 
-def test_the_commands_own_help_has_examples_and_exit_codes():
+def test_help_has_examples_and_exit_codes():
     done = kfc_here("--help")
     assert re.search(r"Examples:\s+kfc demo\s+kfc train --data", done.stdout)
     codes = "Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 the run diverged, 130 interrupted."
@@ -79,7 +79,7 @@ def test_unknown_commands_and_options():
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_arguments_end_a_process_clearly(tmp_path, arguments, code, words):
-    """Each command in a process of its own; those of demo and of data's commands are elsewhere."""
+    """Run each command in a process; demo and data are tested elsewhere."""
     assert_clear_error(kfc(*arguments, cwd=tmp_path), code, words)
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
@@ -99,7 +99,7 @@ def test_train_leaves_a_complete_folder(run):
     assert header["data_digest"]
 
 
-def test_train_takes_the_users_own_network(tmp_path):
+def test_train_imports_a_network_of_the_user(tmp_path):
     (tmp_path / "mynets.py").write_text(
         "from torch import nn\n"
         "def small():\n"
@@ -139,13 +139,13 @@ def test_a_second_run_gets_a_folder_of_its_own(tmp_path, monkeypatch):
     ]
 
 
-def test_a_terminal_that_has_no_greek(tmp_path):
+def test_a_terminal_that_cannot_encode_greek(tmp_path):
     done = kfc_anew("train", *SMALL, "--out", tmp_path / "run", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
 
 
-def test_divergence_in_the_last_update_is_noticed(tmp_path):
-    """The loss of its batch was still fine."""
+def test_divergence_in_the_last_update_is_detected(tmp_path):
+    """The loss of the last batch was computed before that update."""
     arguments = (*SMALL, "--updates", "1", "--optimizer", "sgd", "--lr", "1e30")
     done = kfc_here("train", *arguments, "--out", tmp_path / "run")
     assert_clear_error(done, 3, "diverged", "not finite")
@@ -162,33 +162,40 @@ def test_divergence_has_its_own_exit_code_and_a_diagnosis(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        ([], 2, "name a data set"),
+        ([], 2, "data must be given"),
         (["--data", "imagenet"], 2, "data must be one of"),
-        (["--data", "digits", "--optimizer", "lion"], 2, "there are kfc, kfac, sgd, adam"),
+        (["--data", "digits", "--optimizer", "lion"], 2, "optimizer must be one of"),
         (["--data", "digits", "--net", "lenet"], 2, "no network 'lenet'"),
         (["--data", "digits", "--net", "cuda-convnet"], 2, "32x32"),
         (["--data", "digits", "--net", "nowhere:net"], 2, "could not be imported"),
         (["--data", "digits", "--init", "paper"], 2, "no initialisation 'paper'"),
         (["--data", "digits", "--lr", "fast"], 2, "Invalid value for"),
         (["--data", "digits", "--lr", "0"], 2, "lr must be"),
-        (["--data", "digits", "--optimizer", "sgd", "--damping", "1"], 2, "nothing that sgd has"),
-        (["--data", "digits", "--weight-decay", "some"], 2, 'neither a number nor "paper"'),
-        (["--data", "digits", "--time", "3 days"], 2, "not a time"),
-        (["--data", "digits", "--batch-size", "5000"], 2, "more than the 1438 examples"),
+        (
+            ["--data", "digits", "--optimizer", "sgd", "--damping", "1"],
+            2,
+            "damping has no effect with the optimizer sgd",
+        ),
+        (["--data", "digits", "--max-staleness", "3"], 2, "no effect without asynchronous"),
+        (["--data", "digits", "--curvature", "ekfac", "--inverse", "eigen"], 2, "no effect with"),
+        ([*KFAC, "--model-damping", "1", "--initial-model-damping", "2"], 2, "has no effect with"),
+        (["--data", "digits", "--weight-decay", "some"], 2, 'must be a number or "paper"'),
+        (["--data", "digits", "--time", "3 days"], 2, "must be a positive duration"),
+        (["--data", "digits", "--batch-size", "5000"], 2, "at most the examples used (1438)"),
         (["--data", "digits", "--batch-size", "0"], 2, "batch_size must be"),
         (["--data", "digits", "--threads", "0"], 2, "threads must be"),
         (["--data", "digits", "--threads", "9999999999"], 2, "threads must be at most"),
         (["--data", "digits", "--workers", "9999999999"], 2, "workers must be at most"),
         (["--data", "digits", "--seed", "99999999999999999999"], 2, "seed must be at most"),
         (["--data", "digits", "--momentum", "nan"], 2, "momentum must be"),
-        (["--data", "digits", "--device", "meta"], 2, "no meta to compute on"),
+        (["--data", "digits", "--device", "meta"], 2, "device meta cannot be used here"),
         (["--data", "digits", "--device", "cuda:9"], 2, "device"),
         (["--data", "digits", "--fisher", "guess"], 2, "fisher"),
         (["--data", "digits", "--curvature", "guess"], 2, "curvature must be one of"),
         (["--data", "digits", "--out", "/proc/nowhere/run"], 1, "cannot be written"),
         (["--data", "mnist", "--data-dir", "/proc/nowhere"], 1, "mnist"),
         (["--resume", "nowhere"], 1, "is not a run"),
-        (["--resume", "nowhere", "--lr", "0.1"], 2, "keeps its settings; --lr"),
+        (["--resume", "nowhere", "--lr", "0.1"], 2, "keeps its settings, so --lr"),
     ],
 )
 def test_wrong_arguments_of_train(tmp_path, monkeypatch, arguments, code, words):
@@ -208,14 +215,14 @@ def test_a_run_is_not_overwritten(run):
 # report
 
 
-def test_a_run_cannot_go_back(run):
+def test_a_run_cannot_be_resumed_to_an_earlier_end(run):
     path, _ = run
     done = kfc_here("train", "--resume", path, "--epochs", "0.5")
-    assert_clear_error(done, 1, "is further already", "epoch 1")
+    assert_clear_error(done, 1, "is already beyond that", "epoch 1")
     assert read_record(path).config.epochs == 1
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path):
+def test_runs_with_the_same_name_are_distinguished(tmp_path):
     for place in ("one", "two"):
         done = kfc_here("train", *SMALL, "--updates", "1", "--out", tmp_path / place / "run")
         assert done.returncode == 0

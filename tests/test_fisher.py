@@ -1,4 +1,4 @@
-"""F v and vᵀ F v against explicit Jacobians, double backward and Hessians of stock losses."""
+"""F v and vᵀ F v, compared with explicit Jacobians, double backward and Hessians of losses."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_products_of_a_conv_net_against_the_explicit_jacobian(likelihood, loss):
 
 
 def test_products_against_double_backward():
-    """JᵀRJv, with Jv as the derivative of Jᵀu in u: no forward mode involved."""
+    """Compute Jv as the derivative of Jᵀu in u, without forward mode."""
     model, inputs = conv_net(), torch.randn(4, 2, 5, 5)
     vector = random_vector(model)
     model.eval()
@@ -92,7 +92,7 @@ def test_products_against_double_backward():
         ),
     ],
 )
-def test_for_a_linear_model_it_is_the_hessian_of_the_stock_loss(likelihood, loss):
+def test_products_of_a_linear_model_are_those_of_the_hessian(likelihood, loss):
     model, inputs = nn.Linear(4, 3), torch.randn(3, 4)
     vector = random_vector(model)
     outputs = function_of_parameters(model, inputs)
@@ -110,7 +110,7 @@ def test_segmentation_counts_every_location():
     torch.testing.assert_close(form, flat(vector) @ dense @ flat(vector))
 
 
-def test_one_dropout_mask_and_nothing_touched():
+def test_products_use_one_dropout_mask_and_change_nothing():
     model = nn.Sequential(nn.Linear(6, 20), nn.Dropout(0.5), nn.BatchNorm1d(20), nn.Linear(20, 3))
     inputs = torch.randn(8, 6)
     vector = random_vector(model)
@@ -148,7 +148,7 @@ def test_a_subset_of_parameters_and_frozen_ones():
     ) == len(trained)
 
 
-def test_a_parameter_that_does_not_matter_has_zero_product():
+def test_the_product_of_an_unused_parameter_is_zero():
     class Unused(nn.Linear):
         def __init__(self):
             super().__init__(2, 2)
@@ -237,13 +237,13 @@ def test_custom_functions_without_forward_mode_are_named():
             return Square.apply(super().forward(x))
 
     model = Custom(3, 2)
-    with pytest.raises(RuntimeError, match="fisher_clip=None"):
+    with pytest.raises(RuntimeError, match="clip=None"):
         kfc.fisher.quadratic_form(model, torch.randn(2, 3), random_vector(model))
 
 
 def test_operations_without_forward_mode_are_named():
     model = nn.Sequential(weight_norm(nn.Linear(3, 2)))
-    with pytest.raises(RuntimeError, match=r"_weight_norm_interface.*fisher_clip=None"):
+    with pytest.raises(RuntimeError, match=r"_weight_norm_interface.*clip=None"):
         kfc.fisher.quadratic_form(model, torch.randn(2, 3), random_vector(model))
 
 
@@ -255,13 +255,23 @@ def test_operations_without_forward_mode_are_named():
         ([torch.zeros(1)], "1 tensors"),
     ],
 )
-def test_vectors_that_do_not_fit_are_refused(vector, match):
+def test_vectors_that_do_not_fit_the_model_raise(vector, match):
     with pytest.raises(ValueError, match=match):
         kfc.fisher.vector_product(nn.Linear(2, 3), torch.randn(2, 2), vector)
 
 
 def test_products_leave_an_attached_optimizer_alone():
-    model = nn.Linear(2, 3)
-    optimizer = kfc.KFC(model)
-    kfc.fisher.vector_product(model, torch.randn(4, 2), random_vector(model))
-    assert not optimizer.preconditioner.curvature.pending
+    inputs = torch.randn(4, 2)
+
+    def factors(product: bool):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 3)
+        optimizer = kfc.KFC(model, seed=1)
+        if product:
+            kfc.fisher.vector_product(model, 10 * inputs, random_vector(model))
+        F.cross_entropy(model(inputs), torch.tensor([0, 1, 2, 0])).backward()
+        optimizer.step()
+        (pair,) = optimizer.factors.values()
+        return pair.activation, pair.derivative
+
+    torch.testing.assert_close(factors(product=True), factors(product=False))

@@ -1,4 +1,4 @@
-"""`kfc inspect`: what it prints, its JSON beside the analysis itself, its page, wrong arguments."""
+"""`kfc inspect`: tables, JSON compared with the analysis itself, pages, invalid arguments."""
 
 import json
 import math
@@ -20,17 +20,18 @@ from inspected_networks import (
     ConstantRows,
     SequenceFirst,
     inspect_small,
+    network_of,
     small_network,
-    subject_of,
 )
 from kfc.analysis.krylov import UnsolvableError
-from kfc.experiments.config import ConfigError
-from kfc.experiments.data import Inputs, load
-from kfc.experiments.findings import InspectionSettings, thinned_ranks
-from kfc.experiments.networks import build
-from kfc.report.heatmaps import MOST_MAPS, cross_map_figure, offset_figure, shown_maps
-from kfc.report.inspection import inspection_sections, write_inspection_page
-from kfc.report.verdicts import ASSUMPTIONS, notes_of, quality_rows, verdict_rows
+from kfc.lab.config import ConfigError
+from kfc.lab.data import Inputs, load
+from kfc.lab.inspection.results import InspectionSettings, thinned_ranks
+from kfc.lab.networks import build
+from kfc.lab.report.heatmaps import MOST_MAPS, cross_map_figure, offset_figure, shown_maps
+from kfc.lab.report.inspection import write_inspection_page
+from kfc.lab.report.inspection_tables import ASSUMPTIONS, notes_of, quality_rows, verdict_rows
+from written_pages import figures_in
 
 KINDS = ("derivatives", "activations")
 FEW = ("--examples", "16", "--samples", "2", "--reach", "2", "--threads", "1")
@@ -88,13 +89,13 @@ def own_networks(tmp_path, monkeypatch):
 
 
 def inspected(*arguments):
-    """The first inspection, in this process, where progress stands before the JSON."""
+    """Return the first inspection; in this process, progress precedes the JSON."""
     done = kfc_here("inspect", *arguments, "--json")
     assert done.returncode == 0, done.stdout
     return json.loads(done.stdout.splitlines()[-1])["inspections"][0]
 
 
-# What it prints and writes
+# Output
 
 
 def test_tables_and_a_page(run, tmp_path):
@@ -104,7 +105,7 @@ def test_tables_and_a_page(run, tmp_path):
         assert word in done.stdout
     assert f"Page: {tmp_path / 'inspect.html'}" in done.stdout
     page = (tmp_path / "inspect.html").read_text()
-    for section in ("verdict", "derivatives", "activations", "spectra", "approximations"):
+    for section in ("assumptions", "derivatives", "activations", "spectra", "approximations"):
         assert f'<section id="{section}">' in page
     assert "<script src=" not in page
     assert len(page) < 8e6
@@ -159,7 +160,7 @@ def test_json_has_the_numbers_of_the_analysis(run, tmp_path):
         )
 
 
-def test_raw_parameters_are_others(run):
+def test_raw_parameters_differ_from_averaged_ones(run):
     arguments = (run, *FEW, "--layer", "7", "--approximation", "kfc")
     averaged, raw, again = (
         inspected(*arguments, *kind) for kind in ([], ["--parameters", "raw"], [])
@@ -168,16 +169,16 @@ def test_raw_parameters_are_others(run):
     assert averaged["layers"] != raw["layers"]
     assert averaged["training"]["update"] == raw["training"]["update"] == 15
     assert averaged["training"]["train_loss"] != raw["training"]["train_loss"]
-    assert raw["subject"]["parameters"] == "raw"
+    assert raw["network"]["parameters"] == "raw"
 
 
-def test_a_run_is_left_as_it_was(run):
+def test_the_folder_of_a_run_is_unchanged(run):
     before = {file.name: file.read_bytes() for file in run.iterdir()}
     inspected(run, *FEW, "--layer", "0", "--approximation", "kfc")
     assert {file.name: file.read_bytes() for file in run.iterdir()} == before
 
 
-def test_fresh_networks_side_by_side(own_networks):
+def test_untrained_networks_side_by_side(own_networks):
     """Figure 1: max pooling makes derivatives uncorrelated over space, average pooling does not."""
     nets = ("--net", "inspectable:highest", "--net", "inspectable:average")
     arguments = ("--data", "digits", *nets, *FEW, "--layer", "0", "--approximation", "kfc")
@@ -193,14 +194,14 @@ def test_fresh_networks_side_by_side(own_networks):
         assert f"{label}: correlation over space" in page
 
 
-def test_two_runs_of_one_name_are_told_apart(run, tmp_path):
+def test_runs_with_the_same_name_are_distinguished(run, tmp_path):
     arguments = (*FEW, "--layer", "0", "--approximation", "kfc", "-o", tmp_path / "page.html")
     done = kfc_here("inspect", run, run, *arguments)
     assert done.returncode == 0, done.stdout
     assert f"run ({run}): correlation over space" in (tmp_path / "page.html").read_text()
 
 
-def test_a_network_that_gives_pixels_back():
+def test_an_autoencoder():
     net = ("--data", "digits", "--net", "digits-autoencoder", "--samples-exact", "4")
     (layer,) = inspected(*net, *FEW, "--layer", "3", "--approximation", "kfc")["layers"]
     assert layer["correlations"] is None
@@ -208,8 +209,8 @@ def test_a_network_that_gives_pixels_back():
     assert layer["comparison"]["targets"] == "4 drawn for each example"
 
 
-def test_names_of_layers_stay_as_they_are(own_networks):
-    """Cells of verdicts are broken before their intervals, and not inside."""
+def test_names_of_layers_are_not_wrapped(own_networks):
+    """Verdicts are wrapped before their intervals, not within them."""
     net = ("--data", "digits", "--net", "inspectable:wordy", "--approximation", "kfc")
     done = kfc_here("inspect", *net, *FEW)
     assert done.returncode == 0, done.stdout
@@ -226,31 +227,31 @@ def test_names_of_layers_stay_as_they_are(own_networks):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        ([], 2, "name folders of runs, or --net and --data"),
-        (["--net", "digits"], 2, "name a data set"),
+        ([], 2, "name either folders of runs, or --net and --data"),
+        (["--net", "digits"], 2, "data must be given"),
         (["--data", "imagenet"], 2, "data must be one of"),
         (["--data", "digits", "--net", "lenet"], 2, "no network 'lenet'"),
-        (["--data", "digits", "--layer", "conv9"], 2, "digits has no 'conv9'"),
+        (["--data", "digits", "--layer", "conv9"], 2, "digits has no layer 'conv9'"),
         (["--data", "digits", "--approximation", "magic"], 2, "approximation must be one of"),
-        (["--data", "digits", "--examples", "99999"], 2, "there are 1438 to train on"),
+        (["--data", "digits", "--examples", "99999"], 2, "examples must be at most 1438"),
         (
             ["--data", "digits", "--examples", "1"],
             2,
             "examples must be a whole number of at least 2",
         ),
         (["--data", "digits", "--samples", "0"], 2, "samples must be"),
-        (["--data", "digits", "--samples-exact", "0"], 2, "samples_exact must be"),
+        (["--data", "digits", "--samples-exact", "0"], 2, "exact_samples must be"),
         (["--data", "digits", "--damping", "0"], 2, "damping must be"),
         (["--data", "digits", "--memory", "-1"], 2, "memory must be"),
         (["--data", "digits", "--reach", "0"], 2, "reach must be"),
         (["--data", "digits", "--threads", "0"], 2, "threads must be"),
-        (["--data", "digits", "--device", "meta"], 2, "no meta to compute on"),
-        (["--data", "digits", "--parameters", "raw"], 2, "--parameters is for runs"),
+        (["--data", "digits", "--device", "meta"], 2, "device meta cannot be used here"),
+        (["--data", "digits", "--parameters", "raw"], 2, "--parameters has no effect"),
         (["--data", "digits", "-o", "."], 2, "is a folder"),
         (["--data", "digits", "--net", "inspectable:plain"], 2, "no trained layer"),
         (["--data", "digits", "--net", "inspectable:normalised"], 2, "statistics of its batch"),
         (["nowhere"], 1, "is not a run"),
-        (["nowhere", "--net", "digits"], 2, "not both"),
+        (["nowhere", "--net", "digits"], 2, "name either folders of runs"),
     ],
 )
 def test_wrong_arguments(own_networks, arguments, code, words):
@@ -268,8 +269,8 @@ def test_wrong_arguments_of_a_run(run, tmp_path):
 
 
 @pytest.mark.parametrize("out", ["/proc/nowhere/page.html", "file/page.html"])
-def test_the_page_must_be_writable_before_the_work_begins(own_networks, monkeypatch, out):
-    command = import_module("kfc.cli.inspect")
+def test_the_page_must_be_writable_before_the_inspection_begins(own_networks, monkeypatch, out):
+    command = import_module("kfc.lab.cli.inspect")
     monkeypatch.setattr(command, "inspect_network", lambda *_: pytest.fail("it began"))
     (own_networks / "file").touch()
     before = sorted(own_networks.iterdir())
@@ -278,7 +279,7 @@ def test_the_page_must_be_writable_before_the_work_begins(own_networks, monkeypa
     assert sorted(own_networks.iterdir()) == before
 
 
-def test_the_default_page_may_be_a_folder(own_networks):
+def test_the_default_page_must_not_be_a_folder(own_networks):
     (own_networks / "inspect.html").mkdir()
     assert_clear_error(kfc_here("inspect", "--data", "digits"), 2, "inspect.html is a folder")
 
@@ -317,10 +318,10 @@ def test_interruption_leaves_nothing(own_networks):
 # Inspections
 
 
-def test_progress_goes_from_layer_to_layer():
+def test_progress_is_reported_by_layer():
     told = []
     inspection = inspect_small(
-        subject_of(small_network()), lambda *step: told.append(step), approximations=("kfc", "iad")
+        network_of(small_network()), lambda *step: told.append(step), approximations=("kfc", "iad")
     )
     assert [layer.name for layer in inspection.layers] == ["conv1", "conv2", "fc"]
     assert list(dict.fromkeys(layer for layer, _, _ in told)) == ["conv1", "conv2", "fc"]
@@ -331,46 +332,46 @@ def test_progress_goes_from_layer_to_layer():
     assert [step for layer, step, _ in told if layer == "fc"][-2:] == ["KFC", "IAD alone"]
 
 
-def test_the_memory_bounds_what_is_held():
-    """1 KiB: for two examples' derivatives at most, and no unit-wise block."""
-    subject = subject_of(small_network())
-    wishes = {"layers": ("conv1",), "approximations": ("kfc", "unit-wise")}
-    (layer,) = inspect_small(subject, memory=1 / 2**20, **wishes).layers
+def test_the_memory_limits_the_examples():
+    """1 KiB holds the derivatives of two examples at most, and no unit-wise block."""
+    network = network_of(small_network())
+    settings = {"layers": ("conv1",), "approximations": ("kfc", "unit-wise")}
+    (layer,) = inspect_small(network, memory=1 / 2**20, **settings).layers
     assert (layer.examples, layer.compared_examples) == (2, 2)
     assert list(layer.comparison.approximations) == ["kfc"]
     assert any("unit-wise was left out" in note for note in layer.notes)
-    notes = notes_of(inspect_small(subject, memory=1 / 2**20, **wishes))
+    notes = notes_of(inspect_small(network, memory=1 / 2**20, **settings))
     assert any("as many as fit into the memory" in note for note in notes)
 
 
-def test_what_cannot_be_solved_is_left_out(monkeypatch):
+def test_an_approximation_that_cannot_be_solved_is_left_out(monkeypatch):
     def unsolvable(self, vector, damping):
         raise UnsolvableError("the system was not solved")
 
     monkeypatch.setattr("kfc.analysis.exact.IndependentBlock.solve", unsolvable)
-    subject = subject_of(small_network())
-    (layer,) = inspect_small(subject, layers=("fc",), approximations=("iad", "kfc")).layers
+    network = network_of(small_network())
+    (layer,) = inspect_small(network, layers=("fc",), approximations=("iad", "kfc")).layers
     assert list(layer.comparison.approximations) == ["kfc"]
     assert layer.notes == ("iad was left out: the system was not solved",)
 
 
-def test_a_layer_that_does_not_run_is_noted():
+def test_a_layer_that_does_not_run_is_noted(tmp_path):
     model = small_network()
     model.spare = nn.Linear(2, 2)
     model.forward = lambda x: nn.Sequential(*list(model)[:-1])(x)
-    inspection = inspect_small(subject_of(model), layers=("fc", "spare"), approximations=("kfc",))
+    inspection = inspect_small(network_of(model), layers=("fc", "spare"), approximations=("kfc",))
     assert "did not run" in inspection.layers[1].notes[0]
     assert verdict_rows(inspection)[2] == ("spare", "–", "–", "–", "–", "–")
-    write = inspection_sections([inspection])
-    assert "did not run" in write[0].html()
+    write_inspection_page(tmp_path / "page.html", [inspection], "Spare")
+    assert "did not run" in (tmp_path / "page.html").read_text()
     with pytest.raises(ConfigError, match="did not run"):
-        inspect_small(subject_of(model), layers=("spare",))
+        inspect_small(network_of(model), layers=("spare",))
 
 
-def test_a_layer_whose_rows_are_not_of_examples_is_noted():
-    """It always runs on 8 rows, also where these happen to be as many as the examples."""
+def test_a_layer_whose_rows_do_not_belong_to_examples_is_noted():
+    """The layer runs on 8 rows, even if there are 8 examples."""
     for examples in (12, 8, 4):
-        inspection = inspect_small(subject_of(ConstantRows(), examples=examples))
+        inspection = inspect_small(network_of(ConstantRows(), examples=examples))
         constant, fc = inspection.layers
         assert "rows that do not belong to one" in constant.notes[0]
         assert constant.assumptions is None
@@ -378,13 +379,13 @@ def test_a_layer_whose_rows_are_not_of_examples_is_noted():
         assert fc.assumptions is not None
 
 
-def test_sequences_may_come_first_unless_nobody_can_tell():
-    """A layer that runs on (8, M, 5)."""
+def test_examples_may_be_the_second_dimension_unless_ambiguous():
+    """The layer runs on (8, M, 5)."""
     for examples in (12, 2):
-        (first, _) = inspect_small(subject_of(SequenceFirst(), examples=examples)).layers
+        (first, _) = inspect_small(network_of(SequenceFirst(), examples=examples)).layers
         assert first.notes == ()
         assert list(first.assumptions) == ["IAD", "SH", "SUD", "SUA", "WD"]
-    (first, _) = inspect_small(subject_of(SequenceFirst(), examples=8)).layers
+    (first, _) = inspect_small(network_of(SequenceFirst(), examples=8)).layers
     assert "another number of examples" in first.notes[0]
 
 
@@ -392,14 +393,14 @@ def test_outputs_must_be_finite():
     model = small_network()
     model.fc.weight.data[0, 0] = math.inf
     with pytest.raises(ConfigError, match="not finite"):
-        inspect_small(subject_of(model))
+        inspect_small(network_of(model))
 
 
 def test_a_layer_without_derivatives_has_no_errors(tmp_path):
-    """Relative to a block of zeros nothing has a size: JSON, tables and the page leave it out."""
+    """Errors relative to a block of zeros are undefined, and left out everywhere."""
     model = small_network()
-    model.conv2.weight.data.zero_()  # its derivatives reach conv1 no more
-    inspection = inspect_small(subject_of(model), approximations=("kfc", "diagonal"))
+    model.conv2.weight.data.zero_()  # conv1 has no derivatives any more
+    inspection = inspect_small(network_of(model), approximations=("kfc", "diagonal"))
     text = json.dumps(inspection.to_json(), allow_nan=False)
     assert json.loads(text)["format"] == 1
     for row in quality_rows(inspection.layers[0].comparison)[1:]:
@@ -408,7 +409,7 @@ def test_a_layer_without_derivatives_has_no_errors(tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert '<th scope="row">conv1</th><td class="holds">' in page
     assert "<td>unknown</td>" in page
-    (errors,) = (f for f in figures_of(inspection) if f.id == "errors-0")
+    (errors,) = (figure for figure in figures_in(page) if figure.id == "errors-0")
     marks = {trace["name"]: trace["y"] for trace in errors.variants[0]}
     assert marks["conv1"] == [None, None]
     assert all(error > 0 for error in marks["fc"])
@@ -421,9 +422,15 @@ def test_an_unknown_uncertainty_is_left_out(uncertainty, cell):
     assert quality_rows(comparison)[1][2] == cell
 
 
-def figures_of(*inspections):
-    sections = inspection_sections(inspections)
-    return [figure for section in sections for figure in section.all_figures()]
+@pytest.fixture
+def figures_of(tmp_path):
+    """Return a function that writes a page about inspections and returns its figures."""
+
+    def write(*inspections):
+        write_inspection_page(tmp_path / "page.html", inspections, "Figures")
+        return figures_in((tmp_path / "page.html").read_text())
+
+    return write
 
 
 def test_settings_are_checked():
@@ -431,7 +438,7 @@ def test_settings_are_checked():
         InspectionSettings(approximations=("magic",))
 
 
-def test_ranks_are_thinned_towards_the_end():
+def test_ranks_are_thinned_on_a_logarithmic_scale():
     assert thinned_ranks(5) == [1, 2, 3, 4, 5]
     assert thinned_ranks(0) == []
     ranks = thinned_ranks(10**6)
@@ -443,9 +450,9 @@ def test_ranks_are_thinned_towards_the_end():
 # Figures
 
 
-def test_every_figure_is_valid_plotly(tmp_path):
+def test_every_figure_is_valid_plotly(figures_of, tmp_path):
     inspections = [
-        inspect_small(subject_of(small_network(pooling), pooling), approximations=("kfc", "prong"))
+        inspect_small(network_of(small_network(pooling), pooling), approximations=("kfc", "prong"))
         for pooling in ("max", "average")
     ]
     figures = figures_of(*inspections)
@@ -474,15 +481,16 @@ def test_pictures_of_any_dimension(dims, kind):
     assert [trace["type"] for trace in traces] == [kind] * 4
     assert [trace["name"] for trace in traces] == ["map 1", "map 4", "map 7", "mean of 9 maps"]
     go.Figure(traces, figure.layout)
-    assert figure.caption.startswith("Where offsets") == (dims > 2)
+    slices = "The offset is 0 in all dimensions but the last two."
+    assert figure.caption.endswith(slices) == (dims > 2)
     if dims == 3:
         expected = offsets[1, 1].abs().tolist()
         assert traces[0]["z"] == [[round(value, 3) for value in row] for row in expected]
 
 
 @pytest.mark.parametrize("single", ["derivative_offsets", "activation_offsets"])
-def test_only_one_side_of_a_layer_may_have_locations(single):
-    inspection = inspect_small(subject_of(small_network()), layers=("conv2",), approximations=())
+def test_only_one_side_of_a_layer_may_have_locations(figures_of, single):
+    inspection = inspect_small(network_of(small_network()), layers=("conv2",), approximations=())
     (layer,) = inspection.layers
     layer = replace(layer, correlations=replace(layer.correlations, **{single: None}))
     inspection = replace(inspection, layers=(layer,))
@@ -492,18 +500,18 @@ def test_only_one_side_of_a_layer_may_have_locations(single):
     assert inspection.to_json()["layers"][0]["correlations"][single] is None
 
 
-def test_tokens_are_locations_of_one_dimension():
+def test_tokens_are_locations_of_one_dimension(figures_of):
     model = nn.Sequential(nn.Flatten(1, 2), nn.Linear(8, 3), nn.Flatten(), nn.Linear(24, 4))
-    inspection = inspect_small(subject_of(model), layers=("1",), approximations=("kfc",))
+    inspection = inspect_small(network_of(model), layers=("1",), approximations=("kfc",))
     (layer,) = inspection.layers
     assert set(layer.assumptions) == set(ASSUMPTIONS)
     types = {figure.id: figure.variants[0][0]["type"] for figure in figures_of(inspection)}
     assert types["derivatives-0-0-offsets"] == types["activations-0-0-offsets"] == "scatter"
 
 
-def test_a_convolution_to_a_single_location():
+def test_a_convolution_to_a_single_location(figures_of):
     model = nn.Sequential(nn.Conv2d(1, 4, 8), nn.Flatten())
-    inspection = inspect_small(subject_of(model), approximations=("kfc",))
+    inspection = inspect_small(network_of(model), approximations=("kfc",))
     header, row = verdict_rows(inspection)
     cells = dict(zip(header, row, strict=True))
     assert cells["SUD"] == "–"
@@ -520,7 +528,7 @@ def test_few_maps_dead_maps_and_many_maps():
     figure = offset_figure("id", "title", offsets)
     assert figure.variants[0][-1]["name"] == "mean of 2 maps"
     assert figure.variants[0][-1]["z"] == [[1.0] * 3] * 3
-    assert figure.caption.endswith("and the mean, without dead maps (3).")
+    assert figure.caption.endswith("the mean of all maps but 3 dead ones.")
     for count in range(4):
         figure = offset_figure("id", "title", torch.ones(max(count, 1), 3, 3) * bool(count))
         (traces,) = figure.variants

@@ -1,11 +1,20 @@
-"""The page of `kfc inspect` as people see it: in a real browser, wide and narrow."""
+"""Tests of the page of `kfc inspect` in a real browser, in a wide and a narrow window."""
 
 import pytest
 from torch import nn
 
-from browsing import NASTY, WIDTHS, figure_ids, opened, page_width, running_browser
-from inspected_networks import inspect_small, small_network, subject_of
-from kfc.report.inspection import write_inspection_page
+from browsing import (
+    NASTY,
+    WIDTHS,
+    figure_ids,
+    opened,
+    page_width,
+    running_browser,
+    undrawn,
+    wait_until,
+)
+from inspected_networks import inspect_small, network_of, small_network
+from kfc.lab.report.inspection import write_inspection_page
 
 KINDS = ("derivatives", "activations")
 
@@ -18,10 +27,10 @@ def tab():
 
 @pytest.fixture(scope="module")
 def inspection_page(tmp_path_factory):
-    """Two networks; one of them, and a layer of both, has a name that wants to be an element."""
+    """A page about two networks. The names of one of them and of a layer are an element."""
     inspections = [
         inspect_small(
-            subject_of(small_network(pooling, NASTY), label),
+            network_of(small_network(pooling, NASTY), label),
             layers=(NASTY, "fc"),
             approximations=("kfc", "unit-wise"),
         )
@@ -39,21 +48,13 @@ def width(request):
 
 @pytest.fixture
 def page(tab, inspection_page, width):
-    """For tests that leave it as it is."""
+    """The page, for tests that do not change it."""
     with opened(tab, inspection_page, width, unchanged=True) as page:
         yield page
 
 
-def undrawn(page):
-    """Figures without a picture, a line or a marker of some size."""
-    return page.evaluate("""() => [...document.querySelectorAll(".plot")].filter((plot) => {
-        const marks = plot.querySelectorAll(".heatmaplayer image, .trace path");
-        return ![...marks].some((mark) => mark.getBoundingClientRect().width > 1);
-    }).map((plot) => plot.id)""")
-
-
 def sizes(page, selector=".plot"):
-    """(width, height) of a figure's drawing and of its place."""
+    """Return width and height of each figure's drawing, and of the element that holds it."""
     return page.eval_on_selector_all(
         selector,
         """plots => plots.map((plot) => {
@@ -63,7 +64,7 @@ def sizes(page, selector=".plot"):
     )
 
 
-def test_every_figure_is_drawn_and_nothing_sticks_out(page):
+def test_every_figure_is_drawn_and_nothing_overflows(page):
     pictures = {
         f"{kind}-0-{network}-{what}"
         for kind in KINDS
@@ -79,7 +80,7 @@ def test_every_figure_is_drawn_and_nothing_sticks_out(page):
         assert width <= page.viewport_size["width"]
 
 
-def test_pictures_are_square_and_share_a_scale(page):
+def test_heat_maps_are_square_and_share_a_scale(page):
     assert all(width == height for width, height, *_ in sizes(page, ".square"))
     ranges = page.eval_on_selector_all(
         ".square", "plots => plots.map(({layout: {coloraxis: c}}) => [c.cmin, c.cmax])"
@@ -96,7 +97,7 @@ def test_pictures_are_square_and_share_a_scale(page):
         assert width > 80
 
 
-def test_networks_stand_side_by_side(page):
+def test_networks_are_side_by_side_in_a_wide_window(page):
     first, second = (
         page.locator(f"#derivatives-0-{network}-offsets").bounding_box() for network in range(2)
     )
@@ -107,7 +108,7 @@ def test_networks_stand_side_by_side(page):
         assert first["x"] == second["x"]
 
 
-def test_hovering_tells_the_correlation(page):
+def test_hovering_shows_the_correlation(page):
     plot = page.locator("#derivatives-0-0-offsets")
     plot.scroll_into_view_if_needed()
     box = plot.locator(".heatmaplayer image").last.bounding_box()
@@ -120,14 +121,14 @@ def test_hovering_tells_the_correlation(page):
     assert "mean of 4 maps" in label.text_content()
 
 
-def test_names_stay_text(page):
+def test_names_are_shown_as_text(page):
     assert page.locator("img").count() == 0
     assert page.locator("h1").text_content() == f"Inspection {NASTY}"
-    for section in ("verdict", "derivatives", "spectra", "approximations", "inspected"):
+    for section in ("assumptions", "derivatives", "spectra", "approximations", "networks"):
         assert NASTY in page.locator(f"#{section}").text_content()
 
 
-def test_figures_have_names_for_those_who_do_not_see_them(page):
+def test_figures_have_names_for_screen_readers(page):
     plots = page.locator(".plot")
     for index in range(plots.count()):
         assert plots.nth(index).get_attribute("role") == "img"
@@ -141,26 +142,17 @@ def test_printing_and_resizing(tab, inspection_page):
         page.evaluate("dispatchEvent(new Event('beforeprint'))")
         assert max(width for width, *_ in sizes(page)) <= 680
         page.evaluate("dispatchEvent(new Event('afterprint'))")
-        _settle(page, lambda: sizes(page) == before)
+        wait_until(page, lambda: sizes(page) == before)
         page.set_viewport_size({"width": min(WIDTHS), "height": 900})
-        _settle(page, lambda: all([w, h] == place for w, h, *place in sizes(page)))
+        wait_until(page, lambda: all([w, h] == place for w, h, *place in sizes(page)))
         assert page_width(page) <= min(WIDTHS)
 
 
-def _settle(page, reached):
-    """Figures take their time, one after the other."""
-    for _ in range(50):
-        if reached():
-            return
-        page.wait_for_timeout(100)
-    assert reached()
-
-
 def test_a_layer_without_derivatives(tab, tmp_path):
-    """Correlations and errors that are no numbers leave places empty, and nothing else."""
+    """Correlations and errors that are not finite are left out; the rest is drawn."""
     model = small_network()
     model.conv2.weight.data.zero_()
-    found = inspect_small(subject_of(model), approximations=("kfc",))
+    found = inspect_small(network_of(model), approximations=("kfc",))
     write_inspection_page(tmp_path / "page.html", [found], "Dead")
     with opened(tab, tmp_path / "page.html", min(WIDTHS)) as page:
         assert undrawn(page) == ["derivatives-0-0-offsets"]
@@ -168,7 +160,7 @@ def test_a_layer_without_derivatives(tab, tmp_path):
 
 
 def test_signals_volumes_and_linear_layers(tab, tmp_path):
-    """Conv1d as lines, Conv3d as a slice, three networks side by side."""
+    """Conv1d is drawn as lines, Conv3d as a slice, with three networks side by side."""
     models = {
         (1, 8): nn.Sequential(nn.Conv1d(1, 3, 3), nn.Flatten(), nn.Linear(18, 4)),
         (1, 4, 4, 4): nn.Sequential(nn.Conv3d(1, 3, 3), nn.Flatten(), nn.Linear(24, 4)),
@@ -176,7 +168,7 @@ def test_signals_volumes_and_linear_layers(tab, tmp_path):
     }
     found = [
         inspect_small(
-            subject_of(model, f"of {size}", size=size), layers=("0",), approximations=("kfc",)
+            network_of(model, f"of {size}", size=size), layers=("0",), approximations=("kfc",)
         )
         for size, model in models.items()
     ]

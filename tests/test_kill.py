@@ -1,4 +1,4 @@
-"""A run that is killed at any moment goes on as if nothing had happened."""
+"""A run that is killed at any moment resumes as if it had not been interrupted."""
 
 import random
 import signal
@@ -7,7 +7,7 @@ import time
 import pytest
 
 from commands import assert_clear_error, kfc, kfc_anew, start_kfc
-from kfc.experiments.runs import read_record
+from kfc.lab.runs import read_record
 from test_training import assert_same_state, checkpoint
 
 SETTINGS = (
@@ -39,7 +39,7 @@ def assert_same_run(path, whole):
 
 
 def wait_for(path, process, limit: float = 60.0):
-    """Until the run has its folder; a process that ended before is no test."""
+    """Wait until the run has its folder; the process must not end before."""
     start = time.monotonic()
     while not (path / "metrics.jsonl").exists():
         assert process.poll() is None, process.completed().stdout
@@ -48,7 +48,7 @@ def wait_for(path, process, limit: float = 60.0):
 
 
 def test_killed_at_ten_random_moments(tmp_path, whole):
-    """SIGKILL from before the first checkpoint to the last updates; then once to the end."""
+    """Send SIGKILL ten times, from before the first checkpoint on, then run to the end."""
     path = tmp_path / "killed"
     moments = random.Random(1)
     updates = []
@@ -58,22 +58,29 @@ def test_killed_at_ten_random_moments(tmp_path, whole):
         if kill == 0:
             wait_for(path, process)
         else:
-            _wait_for_a_row(path, process)
+            wait_for_progress(path, process, after=saved_update(path))
         time.sleep(moments.uniform(0, 0.2))
         process.kill()
-        rows = read_record(path).progress
-        updates.append(rows[-1]["update"] if rows else 0)
+        updates.append(last_update(path))
     assert max(updates) > 0, "no kill came after the beginning"
     done = kfc_anew("train", "--resume", path)
     assert done.returncode == 0, done.stderr
     assert_same_run(path, whole)
 
 
-def _wait_for_a_row(path, process):
-    """Until the resumed process has written something, or is over."""
-    before = (path / "metrics.jsonl").stat().st_mtime_ns
-    while process.poll() is None and (path / "metrics.jsonl").stat().st_mtime_ns == before:
-        time.sleep(0.002)
+def saved_update(path):
+    return checkpoint(path)["update"] if (path / "checkpoint.pt").exists() else 0
+
+
+def wait_for_progress(path, process, after=0):
+    """Wait until the run has made an update after this one, or has ended."""
+    while process.poll() is None and last_update(path) <= after:
+        time.sleep(0.005)
+
+
+def last_update(path):
+    rows = read_record(path).progress
+    return rows[-1]["update"] if rows else 0
 
 
 def test_workers_do_not_hold_the_folder_of_a_killed_run(tmp_path, whole):
@@ -92,7 +99,7 @@ def test_an_interruption_ends_cleanly(tmp_path, whole, number):
     path = tmp_path / "interrupted"
     process = start_kfc("train", *SETTINGS, "--out", path)
     wait_for(path, process)
-    time.sleep(0.3)
+    wait_for_progress(path, process)
     process.send_signal(number)
     process.wait(timeout=60)
     done = process.completed()
@@ -105,7 +112,7 @@ def test_an_interruption_ends_cleanly(tmp_path, whole, number):
     assert_same_run(path, whole)
 
 
-def test_a_finished_run_can_go_further(tmp_path, whole):
+def test_a_finished_run_can_be_made_longer(tmp_path, whole):
     path = tmp_path / "longer"
     assert kfc("train", *SETTINGS, "--out", path, "--epochs", "2").returncode == 0
     again = kfc("train", "--resume", path)
@@ -122,7 +129,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, whole):
     saved = (path / "checkpoint.pt").read_bytes()
     program = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000));"
-        "sys.argv = ['kfc', *sys.argv[1:]]; from kfc.cli import app; app()"
+        "sys.argv = ['kfc', *sys.argv[1:]]; from kfc.lab.cli import app; app()"
     )
     done = kfc_anew("train", "--resume", path, "--epochs", "2", program=program)
     assert_clear_error(done, 1, "cannot be written", "What was saved before is kept")

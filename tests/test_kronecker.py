@@ -1,4 +1,4 @@
-"""Inverses and solves against dense Kronecker products."""
+"""Compare inverses and solves with dense Kronecker products."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfc.kronecker import (
+from kfc.curvature.kronecker import (
     EigenInverse,
     FactoredInverse,
     Factors,
@@ -25,12 +25,12 @@ def random_factor(groups: int, size: int, rank: int | None = None) -> torch.Tens
 
 
 def vec(matrix: torch.Tensor) -> torch.Tensor:
-    """Column by column, as in (A ⊗ B) vec V = vec(B V Aᵀ)."""
+    """Stack the columns, as in (A ⊗ B) vec V = vec(B V Aᵀ)."""
     return matrix.T.flatten()
 
 
 def balance(activation: torch.Tensor, derivative: torch.Tensor) -> float:
-    """π from the definition: trace norms of Ω ⊗ I and I ⊗ Γ."""
+    """Return π by its definition, from the trace norms of Ω ⊗ I and I ⊗ Γ."""
     eye_a, eye_d = torch.eye(len(activation)), torch.eye(len(derivative))
     upper = torch.kron(activation, eye_d.to(activation)).trace()
     lower = torch.kron(eye_a.to(activation), derivative).trace()
@@ -118,7 +118,7 @@ def spread_factor(largest: float, n: int = 60) -> torch.Tensor:
 
 
 def shifted_inverse(factor: torch.Tensor, shift: float) -> torch.Tensor:
-    """Dense, by applying it to the identity."""
+    """Return the dense inverse, by applying it to the identity."""
     (inverse,) = invert_shifted([factor], [torch.tensor([shift], dtype=factor.dtype)])
     return inverse.times(torch.eye(factor.shape[-1], dtype=factor.dtype)[None])
 
@@ -127,14 +127,14 @@ def shifted_inverse(factor: torch.Tensor, shift: float) -> torch.Tensor:
 def test_float32_inverses_stay_accurate_when_badly_conditioned(largest):
     factor = spread_factor(largest)
     inverse = shifted_inverse(factor, 1e-2)
-    # The truth for the factor as float32 holds it; what rounding made negative counts as zero.
+    # The exact inverse of the rounded factor; eigenvalues that rounding made negative are 0.
     values, basis = torch.linalg.eigh(factor.double())
     true = (basis / (values.clamp_min(0) + 1e-2).unsqueeze(-2)) @ basis.mT
     assert (inverse - true).norm() / true.norm() < 0.1
 
 
 def test_an_inverse_is_never_larger_than_the_damping_allows():
-    """At 1e10 to 1, small eigenvalues are rounding errors, some negative: the shift must bound."""
+    """With condition 1e10, small eigenvalues are rounding errors, and some are negative."""
     inverse = shifted_inverse(spread_factor(1e8), 1e-2)
     values = torch.linalg.eigvalsh(inverse.double())
     assert values.min() > -1e-3
@@ -155,7 +155,7 @@ def test_eigendecomposition_of_a_rank_deficient_factor():
     assert ((values > 0).sum(-1) == 3).all()
 
 
-def test_eigendecomposition_survives_a_failure_to_converge(monkeypatch):
+def test_eigendecomposition_retries_in_float64_if_it_does_not_converge(monkeypatch):
     real, calls = torch.linalg.eigh, []
 
     def fails_in_float32(matrix):

@@ -1,4 +1,4 @@
-"""The factors of every layer type against Jacobians and enumeration, in float64."""
+"""Compare the factors of every layer type with Jacobians and enumeration, in float64."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import kfc
-from kfc.layers.normalisation import invert_blocks
-from kfc.layers.registry import handler_for
+from kfc.curvature.channels import invert_blocks
+from kfc.layers import layer_for
 from reference import (
     activation_factor,
     cross_entropy,
@@ -34,9 +34,12 @@ class Locations(nn.Module):
         return maps.tanh().flatten(1) @ self.mix
 
 
-def gathered(model: nn.Module, inputs: torch.Tensor, **options):
-    """The preconditioner after one exact batch."""
-    preconditioner = kfc.Preconditioner(model, fisher="exact", **options)
+EXACT = kfc.Kronecker(fisher="exact")
+
+
+def after_one_batch(model: nn.Module, inputs: torch.Tensor, curvature=EXACT, **options):
+    """Return the preconditioner after one batch, with the exact Fisher matrix."""
+    preconditioner = kfc.Preconditioner(model, curvature=curvature, **options)
     model(inputs).sum().backward()
     preconditioner.step()
     return preconditioner
@@ -45,7 +48,7 @@ def gathered(model: nn.Module, inputs: torch.Tensor, **options):
 def check_factors(layer: nn.Module, inputs: torch.Tensor) -> None:
     output = layer(inputs)
     model = nn.Sequential(layer, Locations(output))
-    factors = gathered(model, inputs).factors["0"]
+    factors = after_one_batch(model, inputs).factors["0"]
     groups = getattr(layer, "groups", 1)
     activation = activation_factor(layer, inputs)
     derivative = derivative_factor(
@@ -59,17 +62,17 @@ def check_factors(layer: nn.Module, inputs: torch.Tensor) -> None:
 
 
 def check_example_gradients(layer: nn.Module, inputs: torch.Tensor) -> None:
-    """Against a backward pass for each example."""
-    handler, outputs = handler_for(layer), layer(inputs)
+    """Compare with a backward pass for each example."""
+    geometry, outputs = layer_for(layer), layer(inputs)
     derivatives = torch.randn_like(outputs)
-    source = handler.row_source(inputs, outputs)
-    gradients = handler.example_gradients(source, derivatives, len(inputs))
+    source = geometry.row_source(inputs, outputs)
+    gradients = geometry.example_gradients(source, derivatives, len(inputs))
     for example, gradient in enumerate(gradients):
         layer.zero_grad()
         (outputs[example] * derivatives[example]).sum().backward(retain_graph=True)
-        parts = [handler.weight_to_matrix(layer.weight.grad)]
+        parts = [geometry.weight_to_matrix(layer.weight.grad)]
         if layer.bias is not None:
-            parts.insert(0, layer.bias.grad.reshape(handler.groups, -1, 1))
+            parts.insert(0, layer.bias.grad.reshape(geometry.groups, -1, 1))
         torch.testing.assert_close(gradient, torch.cat(parts, dim=2), rtol=1e-9, atol=1e-10)
 
 
@@ -139,22 +142,18 @@ def test_transposed_convolutions(case):
 )
 def test_gradient_matrix_matches_the_factors_coordinates(layer):
     """The gradient of a layer is Σ DsᵀP, in the same order of coordinates as the factors."""
-    handler = kfc.layers.handler_for(layer)
-    shape = (2, 3) if isinstance(layer, nn.Linear) else (2, layer.in_channels, *[4] * handler.dims)
+    geometry = layer_for(layer)
+    shape = (2, 3) if isinstance(layer, nn.Linear) else (2, layer.in_channels, *[4] * geometry.dims)
     inputs = torch.randn(shape)
     output = layer(inputs)
     derivatives = torch.randn_like(output)
     output.backward(derivatives)
-    rows, deltas = receptive_rows(layer, inputs), handler.derivative_rows(derivatives)
+    rows, deltas = receptive_rows(layer, inputs), geometry.derivative_rows(derivatives)
     expected = deltas.mT @ rows
-    gradients = {role: p.grad for role, p in handler.trained().items()}
-
-    class Identity:
-        def apply(self, matrix):
-            torch.testing.assert_close(matrix, expected)
-            return matrix
-
-    back = handler.natural_gradient(Identity(), gradients)
+    gradients = {role: p.grad for role, p in geometry.trained().items()}
+    matrix = geometry.to_matrix(gradients)
+    torch.testing.assert_close(matrix, expected)
+    back = geometry.from_matrix(matrix)
     for role, gradient in gradients.items():
         torch.testing.assert_close(back[role], gradient)
 
@@ -178,7 +177,7 @@ def exact_block(model: nn.Module, inputs: torch.Tensor, loss, layer: nn.Module) 
 def test_exact_for_a_convolution_with_gaussian_outputs():
     model = nn.Sequential(nn.Conv2d(2, 3, 2, stride=2))
     inputs = torch.randn(4, 2, 6, 6)
-    factors = gathered(model, inputs, likelihood="gaussian").factors["0"]
+    factors = after_one_batch(model, inputs, likelihood="gaussian").factors["0"]
     kfc_block = torch.kron(factors.activation, factors.derivative)
     torch.testing.assert_close(kfc_block, exact_block(model, inputs, squared_error, model[0]))
 
@@ -186,7 +185,7 @@ def test_exact_for_a_convolution_with_gaussian_outputs():
 def test_exact_for_a_deep_linear_network_with_gaussian_outputs():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     inputs = torch.randn(5, 3)
-    factors = gathered(model, inputs, likelihood="gaussian").factors
+    factors = after_one_batch(model, inputs, likelihood="gaussian").factors
     for name, layer in model.named_children():
         kfc_block = torch.kron(factors[name].activation, factors[name].derivative)
         torch.testing.assert_close(kfc_block, exact_block(model, inputs, squared_error, layer))
@@ -195,7 +194,7 @@ def test_exact_for_a_deep_linear_network_with_gaussian_outputs():
 def test_exact_for_one_example_with_one_location():
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(3, 4))
     inputs = torch.randn(1, 2, 3, 3)
-    factors = gathered(model, inputs).factors
+    factors = after_one_batch(model, inputs).factors
     for name in ("0", "3"):
         kfc_block = torch.kron(factors[name].activation, factors[name].derivative)
         exact = exact_block(model, inputs, cross_entropy(), model[int(name)])
@@ -227,7 +226,7 @@ NORMS = {
 
 
 def norm_block(norm: nn.Module, inputs: torch.Tensor, head: nn.Module) -> torch.Tensor:
-    """Per channel: Σ over examples of J_nᵀ R J_n, with J_n through example n's own outputs."""
+    """Return Σ J_nᵀ R J_n per channel, with J_n through the outputs of example n only."""
     channels = norm.weight.numel()
     bias = getattr(norm, "bias", None)
     roles = [p for p in (norm.weight, bias) if p is not None]
@@ -235,7 +234,7 @@ def norm_block(norm: nn.Module, inputs: torch.Tensor, head: nn.Module) -> torch.
     with torch.no_grad():
         normalised = norm(inputs)
     for n in range(len(inputs)):
-        # Given the normalised values, example n depends on scale and shift by itself alone.
+        # Given the normalised values, the outputs of example n depend on no other example.
         x_hat = (normalised[n] - _wide(norm, bias, normalised[n])) / _wide(
             norm, norm.weight, normalised[n]
         )
@@ -275,17 +274,17 @@ def test_norm_blocks(name):
     inputs = torch.randn(shape)
     head = Locations(inputs)
     model = nn.Sequential(norm, head)
-    preconditioner = gathered(model, inputs)
+    preconditioner = after_one_batch(model, inputs)
     assert not preconditioner.factors
     expected = norm_block(norm, inputs, head)
     torch.testing.assert_close(preconditioner.blocks["0"], expected)
 
 
-def test_a_scale_of_zero_has_a_block_all_the_same():
+def test_a_scale_of_zero_has_a_block():
     norm = nn.BatchNorm2d(2)
     nn.init.zeros_(norm.weight)
     inputs = torch.randn(4, 2, 3, 3)
-    blocks = gathered(nn.Sequential(norm, Locations(inputs)), inputs).blocks["0"]
+    blocks = after_one_batch(nn.Sequential(norm, Locations(inputs)), inputs).blocks["0"]
     assert (blocks[:, 0, 0] > 0).all()
     assert torch.isfinite(blocks).all()
 
@@ -295,7 +294,7 @@ def test_norm_natural_gradient_solves_the_damped_blocks(damping):
     norm = nn.GroupNorm(2, 4)
     inputs = torch.randn(6, 4, 3)
     model = nn.Sequential(norm, Locations(inputs))
-    preconditioner = kfc.Preconditioner(model, fisher="exact", damping=damping)
+    preconditioner = kfc.Preconditioner(model, curvature=EXACT, damping=damping)
     model(inputs).square().sum().backward()
     gradient = torch.stack([norm.weight.grad, norm.bias.grad], dim=1)
     preconditioner.step()
@@ -340,7 +339,7 @@ def test_several_calls_count_as_locations():
             return torch.cat([first, second], dim=1).sin() @ self.mix
 
     model, inputs = Twice(), torch.randn(5, 3)
-    factors = gathered(model, inputs).factors["layer"]
+    factors = after_one_batch(model, inputs).factors["layer"]
     with torch.no_grad():
         first = model.layer(inputs)
         second = model.layer(first.tanh())
@@ -366,9 +365,9 @@ def test_tied_modules_of_one_configuration_are_one_layer():
     tied = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(3, 2))
     once = nn.Sequential(first, nn.Tanh(), first, nn.Tanh(), tied[4])
     inputs = torch.randn(4, 3)
-    expected = gathered(once, inputs).factors["0"]
+    expected = after_one_batch(once, inputs).factors["0"]
     tied.zero_grad()
-    optimizer = kfc.KFC(tied, fisher="exact")
+    optimizer = kfc.KFC(tied, curvature=EXACT)
     optimizer.zero_grad()
     tied(inputs).sum().backward()
     optimizer.step()
@@ -398,13 +397,13 @@ def tied_with_other_bias():
 @pytest.mark.parametrize(
     "make", [tied_to_embedding, tied_with_other_dilation, tied_with_other_bias]
 )
-def test_other_ties_fall_back_to_the_plain_gradient(make):
+def test_other_tied_modules_follow_the_plain_gradient(make):
     model, inputs, plain = make()
-    optimizer = kfc.KFC(model, lr=0.1, momentum=0.0, fisher_clip=None)
+    optimizer = kfc.KFC(model, lr=0.1, momentum=0.0, clip=None)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model(inputs).square().sum().backward()
     optimizer.step()
-    assert set(optimizer.preconditioner.plan.plain) == plain
+    assert set(optimizer.engine.plan.plain) == plain
     for name, p in model.named_parameters():
         if name in plain:
             torch.testing.assert_close(p.detach(), before[name] - 0.1 * p.grad)
@@ -416,7 +415,7 @@ def test_bias_alone_is_its_own_block():
     inputs = torch.randn(4, 2, 4, 4)
     output = layer(inputs)
     model = nn.Sequential(layer, Locations(output))
-    factors = gathered(model, inputs).factors["0"]
+    factors = after_one_batch(model, inputs).factors["0"]
     torch.testing.assert_close(factors.activation, torch.full((1, 1), 9.0))
     torch.testing.assert_close(
         factors.derivative, derivative_factor(model[1], output, cross_entropy())[0]
@@ -427,16 +426,18 @@ def test_weight_alone_has_no_homogeneous_coordinate():
     layer = nn.Linear(3, 2)
     layer.bias.requires_grad_(False)
     inputs = torch.randn(4, 3)
-    factors = gathered(nn.Sequential(layer), inputs).factors["0"]
+    factors = after_one_batch(nn.Sequential(layer), inputs).factors["0"]
     torch.testing.assert_close(factors.activation, inputs.T @ inputs / 4)
 
 
 def test_wide_factors_keep_their_diagonals():
     model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Flatten(), nn.Linear(48, 2))
     inputs = torch.randn(5, 2, 4, 4)
-    whole = gathered(model, inputs).factors
+    whole = after_one_batch(model, inputs).factors
     model.zero_grad()
-    narrow = gathered(model, inputs, max_factor_size=2).factors
+    narrow = after_one_batch(
+        model, inputs, curvature=kfc.Kronecker(fisher="exact", max_factor_size=2)
+    ).factors
     for name in whole:
         torch.testing.assert_close(narrow[name].activation, whole[name].activation.diagonal())
     torch.testing.assert_close(narrow["0"].derivative, whole["0"].derivative.diagonal())
@@ -460,7 +461,7 @@ def test_unbatched_maps_inside_a_model():
     inside, inputs = Inside(), torch.randn(3, 2, 5)
     batched = Batched()
     batched.load_state_dict(inside.state_dict())
-    one, other = gathered(inside, inputs), gathered(batched, inputs)
+    one, other = after_one_batch(inside, inputs), after_one_batch(batched, inputs)
     torch.testing.assert_close(one.factors["conv"], other.factors["conv"])
 
 
@@ -480,7 +481,7 @@ def test_frames_folded_into_the_batch_are_locations():
 
     folded, direct, inputs = Frames(), Direct(), torch.randn(3, 2, 3)
     direct.load_state_dict(folded.state_dict())
-    one, other = gathered(folded, inputs), gathered(direct, inputs)
+    one, other = after_one_batch(folded, inputs), after_one_batch(direct, inputs)
     torch.testing.assert_close(one.factors["layer"], other.factors["layer"])
     torch.testing.assert_close(one.blocks["norm"], other.blocks["norm"])
 
@@ -496,7 +497,7 @@ def test_transposed_convolution_with_an_output_size(size):
             return self.up(output_size=[size, size], input=x).flatten(1)
 
     model, inputs = Upsample(), torch.randn(3, 2, 4, 4)
-    factors = gathered(model, inputs).factors["up"]
+    factors = after_one_batch(model, inputs).factors["up"]
     stock = nn.ConvTranspose2d(2, 1, 3, stride=2, padding=1, output_padding=size - 7)
     stock.load_state_dict(model.up.state_dict())
     torch.testing.assert_close(factors.activation, activation_factor(stock, inputs)[0])
@@ -504,22 +505,22 @@ def test_transposed_convolution_with_an_output_size(size):
 
 
 def test_exact_factors_behind_batch_normalisation():
-    """Examples see each other there: the targets of each are independent all the same."""
+    """There outputs depend on all examples, but targets are independent."""
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
     inputs = torch.randn(4, 4)
-    preconditioner = gathered(model, inputs)
+    preconditioner = after_one_batch(model, inputs)
     output = model[0](inputs)
     expected = derivative_factor(model[1:], output, cross_entropy(), channels_last=True)[0]
     torch.testing.assert_close(preconditioner.factors["0"].derivative, expected)
     wide = nn.Sequential(nn.Linear(4, 300), nn.BatchNorm1d(300))
-    refused = kfc.Preconditioner(wide, fisher="exact")
+    refused = kfc.Preconditioner(wide, curvature=EXACT)
     with pytest.raises(ValueError, match="behind batch normalisation"):
         wide(torch.randn(8, 4))
     refused.close()
 
 
 class SharedNorm(nn.Module):
-    """A normalisation layer on examples and on something that all examples share."""
+    """A normalisation layer called on the examples and on a parameter that they share."""
 
     def __init__(self):
         super().__init__()
@@ -550,17 +551,17 @@ class UnevenRows(nn.Module):
 
 def test_norm_blocks_of_shared_rows_are_the_enumerations():
     model, inputs = SharedNorm(), torch.randn(4, 2, 3)
-    block = gathered(model, inputs).blocks["norm"]
+    block = after_one_batch(model, inputs).blocks["norm"]
     x_hat = nn.functional.layer_norm(inputs, (3,))
     shared_hat = nn.functional.layer_norm(model.latent.detach(), (3,))
     expected = torch.zeros(3, 2, 2)
     for hats, function in ((x_hat, torch.tanh), (shared_hat.expand(4, 2, 3), torch.sin)):
-        # d outputs_c / d (scale_c, shift_c), through this use alone; other channels have none.
+        # The derivative of output c in (scale_c, shift_c) through this call; others are zero.
         slope = torch.func.vmap(torch.func.vmap(torch.func.vmap(torch.func.grad(function))))(hats)
         gradient = torch.stack([(slope * hats).sum(1), slope.sum(1)], dim=-1)
         p = model(inputs).detach().softmax(1)
         expected += torch.einsum("nc,nci,ncj->cij", p * (1 - p), gradient, gradient) / 4
-    # The uses are called one by one: what they have in common is left out where rows are shared.
+    # Where rows are shared, the calls are treated as uncorrelated.
     torch.testing.assert_close(block, expected)
 
 
@@ -574,31 +575,31 @@ def test_norm_blocks_with_sequences_first(length):
 
     other = BatchFirst()
     torch.testing.assert_close(
-        gathered(model, inputs).blocks["norm"], gathered(other, inputs).blocks["norm"]
+        after_one_batch(model, inputs).blocks["norm"], after_one_batch(other, inputs).blocks["norm"]
     )
 
 
 def test_norm_calls_of_different_row_counts_do_not_fail():
-    block = gathered(UnevenRows(), torch.randn(4, 2, 3)).blocks["norm"]
+    block = after_one_batch(UnevenRows(), torch.randn(4, 2, 3)).blocks["norm"]
     assert torch.isfinite(block).all()
 
 
-def test_tied_batch_norms_with_statistics_of_their_own_fall_back():
+def test_tied_batch_norms_with_separate_statistics_follow_the_plain_gradient():
     first, second = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     second.weight, second.bias = first.weight, first.bias
     optimizer = kfc.KFC(nn.Sequential(first, nn.Tanh(), second))
-    assert set(optimizer.preconditioner.plan.plain) == {"0.weight", "0.bias"}
+    assert set(optimizer.engine.plan.plain) == {"0.weight", "0.bias"}
 
 
-def test_a_handler_needs_a_weight():
+def test_a_layer_needs_a_weight():
     class Kernel(nn.Module):
         def __init__(self):
             super().__init__()
             self.kernel = nn.Parameter(torch.zeros(2))
 
-    @kfc.layers.handler_for.register
-    def _(module: Kernel) -> kfc.layers.Handler:
-        return kfc.layers.LinearHandler(module)
+    @kfc.layers.layer_for.register
+    def _(module: Kernel) -> kfc.layers.Layer:
+        return kfc.layers.LinearLayer(module)
 
     with pytest.raises(ValueError, match="no parameter called 'weight'"):
         kfc.KFC(nn.Sequential(Kernel()))
@@ -614,4 +615,4 @@ def test_layers_may_be_called_by_keyword():
             return self.layer(input=x)
 
     inputs = torch.randn(4, 3)
-    assert gathered(Keyword(), inputs).factors["layer"].activation.shape == (4, 4)
+    assert after_one_batch(Keyword(), inputs).factors["layer"].activation.shape == (4, 4)

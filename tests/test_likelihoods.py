@@ -1,4 +1,4 @@
-"""Likelihoods against the Hessians of torch's own losses."""
+"""Likelihoods, compared with the Hessians of torch's losses."""
 
 import math
 
@@ -50,7 +50,7 @@ def test_fisher_product_is_the_hessian_of_the_stock_loss(name, shape, reduction)
 
 
 @pytest.mark.parametrize(("name", "shape", "reduction"), CASES)
-def test_columns_make_up_the_hessian(name, shape, reduction):
+def test_outer_products_of_columns_add_up_to_the_hessian(name, shape, reduction):
     outputs = torch.randn(shape)
     likelihood = CLASSES[name](reduction)
     columns = list(likelihood.derivative_columns(outputs))
@@ -68,7 +68,7 @@ def test_columns_make_up_the_hessian(name, shape, reduction):
     ("name", "shape"), [(name, shape) for name, shapes in SHAPES.items() for shape in shapes]
 )
 def test_draws_have_the_columns_second_moment(name, shape):
-    """And those of other reductions are longer exactly as the columns are."""
+    """Draws and columns also scale alike with the reduction."""
     outputs = torch.randn(shape)
     likelihood = CLASSES[name]("mean")
     draw = likelihood.sample_derivative(outputs, torch.Generator().manual_seed(1))
@@ -85,7 +85,7 @@ def test_draws_have_the_columns_second_moment(name, shape):
         [likelihood.sample_derivative(outputs, generator).flatten() for _ in range(draws)]
     )
     moment = samples.T @ samples / draws
-    # Columns hold all examples at once; only their diagonal blocks are meant.
+    # A column holds all examples; only the blocks within an example count.
     per_example = outputs[0].numel()
     same = torch.block_diag(*[torch.ones(per_example, per_example)] * shape[0])
     spread = samples.square().amax() * 5 / math.sqrt(draws)
@@ -93,7 +93,7 @@ def test_draws_have_the_columns_second_moment(name, shape):
     assert (samples.mean(0).abs() < samples.abs().amax() * 5 / math.sqrt(draws)).all()
 
 
-def test_sampling_uses_its_generator_alone():
+def test_sampling_uses_only_its_generator():
     outputs = torch.randn(4, 5)
     before = torch.get_rng_state()
     draws = [
@@ -128,12 +128,12 @@ def test_nan_outputs_give_nan_derivatives_and_no_error(name):
         ("bernoulli", torch.zeros(3, dtype=torch.long), TypeError, "dtype"),
     ],
 )
-def test_outputs_that_do_not_fit_are_refused(name, outputs, error, match):
+def test_outputs_that_do_not_fit_raise(name, outputs, error, match):
     with pytest.raises(error, match=match):
         CLASSES[name]().validate(outputs)
 
 
-def test_bad_arguments_are_refused():
+def test_bad_arguments_raise():
     with pytest.raises(ValueError, match="reduction"):
         kfc.Categorical("average")
     with pytest.raises(ValueError, match="variance"):
@@ -146,6 +146,6 @@ def test_half_precision_outputs_are_widened():
     assert drawn.dtype == torch.float32
 
 
-def test_names_in_messages():
+def test_repr():
     assert repr(kfc.Categorical()) == "Categorical(reduction='mean')"
     assert repr(kfc.Gaussian("sum")) == "Gaussian(reduction='sum', variance=0.5)"

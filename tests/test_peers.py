@@ -1,4 +1,4 @@
-"""Independent implementations, where they agree with us on the definition."""
+"""Comparisons with independent implementations that use the same definitions."""
 
 import pytest
 import torch
@@ -51,7 +51,9 @@ def test_kronecker_blocks_against_curvlinops(name):
         kfac_approx="expand",
         separate_weight_and_bias=False,
     )
-    preconditioner = kfc.Preconditioner(model, fisher="exact", likelihood=name)
+    preconditioner = kfc.Preconditioner(
+        model, curvature=kfc.Kronecker(fisher="exact"), likelihood=name
+    )
     preconditioner.estimate_factors([inputs])
     vector = [torch.randn_like(p) for p in model.parameters()]
     theirs = list(operator @ vector)

@@ -1,4 +1,4 @@
-"""Who inverts what: balance, choice, and what it sends."""
+"""Test which rank computes which inverse, and how much is sent."""
 
 from itertools import product
 
@@ -8,12 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from kfc.distributed.placement import EVERYWHERE, LayerSize, assign, place, size_of
-from kfc.layers import plan_layers
+from approximations import approximation
+from kfc.distributed.inverses import layer_size
+from kfc.distributed.placement import EVERYWHERE, LayerSize, assign, place
+from kfc.layers import find_layers
 
 
-def largest_load(costs, owners, workers):
-    loads = [0.0] * workers
+def largest_load(costs, owners, ranks):
+    loads = [0.0] * ranks
     for name, owner in owners.items():
         loads[owner] += costs[name]
     return max(loads)
@@ -25,27 +27,28 @@ def largest_load(costs, owners, workers):
     ),
     st.integers(1, 3),
 )
-def test_the_busiest_rank_has_at_most_four_thirds_of_what_is_possible(costs, workers):
-    owners = assign(costs, workers)
+def test_the_largest_load_is_at_most_four_thirds_of_the_best_possible(costs, ranks):
+    owners = assign(costs, ranks)
     assert owners.keys() == costs.keys()
     best = min(
-        largest_load(costs, dict(zip(costs, chosen, strict=True)), workers)
-        for chosen in product(range(workers), repeat=len(costs))
+        largest_load(costs, dict(zip(costs, chosen, strict=True)), ranks)
+        for chosen in product(range(ranks), repeat=len(costs))
     )
-    assert largest_load(costs, owners, workers) <= 4 / 3 * best * (1 + 1e-12)
+    assert largest_load(costs, owners, ranks) <= 4 / 3 * best * (1 + 1e-12)
 
 
-def test_all_ranks_come_to_the_same_assignment_whatever_is_equal():
+def test_equal_costs_are_assigned_in_a_fixed_order():
     costs = dict.fromkeys("abcdef", 1.0)
     assert assign(costs, 3) == {"a": 0, "b": 1, "c": 2, "d": 0, "e": 1, "f": 2}
 
 
 def sizes(*layers: nn.Module, kind: str = "factored", curvature: str = "kfc"):
-    plan = plan_layers(nn.Sequential(*layers), 8192, curvature)
-    return {name: size_of(handler, kind) for name, handler in plan.handlers.items()}
+    options = approximation(curvature, inverse=kind)
+    found = find_layers(nn.Sequential(*layers)).layers
+    return {name: layer_size(options.for_layer(layer)) for name, layer in found.items()}
 
 
-def test_sizes_are_those_of_triangles_bases_and_gradients():
+def test_sizes_count_triangles_bases_and_gradients():
     linear = sizes(nn.Linear(6, 4))["0"]
     assert linear == LayerSize((7**3 + 4**3) / 3, 4 * (28 + 10 + 2), 4 * 28, can_be_kept=True)
     eigen = sizes(nn.Linear(6, 4), kind="eigen")["0"]
@@ -56,7 +59,7 @@ def test_sizes_are_those_of_triangles_bases_and_gradients():
     assert not sizes(nn.Linear(6, 4), curvature="ekfac")["0"].can_be_kept
 
 
-def test_auto_shares_out_what_is_large_and_keeps_what_is_wide():
+def test_auto_sends_large_inverses_and_keeps_wide_ones():
     of_layers = sizes(
         nn.Linear(20, 20),  # not worth a message
         nn.Linear(1000, 1000),  # an inverse is less than twenty gradients
@@ -71,7 +74,7 @@ def test_auto_shares_out_what_is_large_and_keeps_what_is_wide():
 
 
 @pytest.mark.parametrize("kind", ["auto", "shared", "gradients", "replicated"])
-def test_one_process_has_everything(kind):
+def test_one_process_computes_all_inverses(kind):
     assert place(sizes(nn.Linear(2000, 2000)), 1, kind, period=20) == {"0": EVERYWHERE}
 
 
@@ -81,7 +84,7 @@ def test_measured_inverses_are_shared_rather_than_kept():
     assert placed["0"].owner is not None
 
 
-def test_sizes_follow_the_parameters_that_are_trained():
+def test_sizes_depend_on_the_trained_parameters():
     layer = nn.Linear(6, 4)
     layer.bias.requires_grad_(False)
     assert sizes(layer)["0"].gradient_bytes == torch.float32.itemsize * 24

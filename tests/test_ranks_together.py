@@ -1,4 +1,4 @@
-"""What several ranks must agree on, and what they say when they do not."""
+"""What ranks must agree on, and the errors if they do not."""
 
 import math
 import warnings
@@ -12,9 +12,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import kfc
-from kfc.distributed.workers import WorkerError
+from kfc.distributed.ranks import CollectiveError
 from ranks import run_ranks
-from test_distributed import KFC_OPTIONS, assert_same, batches, network, pieces, remains
+from test_distributed import (
+    EXACT,
+    KFC_OPTIONS,
+    assert_same,
+    batches,
+    network,
+    on,
+    pieces,
+    remains,
+)
 
 PLACEMENTS = ("shared", "replicated", "gradients")
 
@@ -31,17 +40,16 @@ def step(optimizer, run, images, labels, weight=1.0):
 def traffic_by_placement(rank, size):
     found = {}
     for placement in PLACEMENTS:
-        for curvature in ("kfc", "ekfac"):
+        for name, curvature in (("kfc", EXACT), ("ekfac", kfc.EKFAC(fisher="exact"))):
             run = DistributedDataParallel(network())
-            options = {**KFC_OPTIONS, "inverse_placement": placement, "curvature": curvature}
-            optimizer = kfc.KFC(run, **options)
+            optimizer = kfc.KFC(run, **KFC_OPTIONS | {"curvature": curvature}, **on(placement))
             where, weight = pieces(rank, size)
             sent = []
             for images, labels in batches(4):
                 expected = optimizer.diagnostics["ranks"]["expected"]
                 step(optimizer, run, images[where], labels[where], weight)
                 sent.append((expected, optimizer.diagnostics["ranks"]["sent"]))
-            found[placement, curvature] = sent
+            found[placement, name] = sent
             optimizer.close()
     return found
 
@@ -51,16 +59,16 @@ def test_traffic_is_what_was_predicted():
         for (placement, _), sent in found.items():
             total = dict.fromkeys(("statistics", "inverses", "natural gradients"), 0)
             for index, (expected, so_far) in enumerate(sent, start=1):
-                if index in (1, 2, 4):  # statistics_period=2
+                if index in (1, 2, 4):  # the period of statistics is 2
                     total["statistics"] += expected["statistics"]
-                if index in (1, 3):  # inverse_period=3
+                if index in (1, 3):  # the period of inverses is 3
                     total["inverses"] += expected["inverses"]
                 total["natural gradients"] += expected["natural gradients"]
                 assert {about: so_far.get(about, 0) for about in total} == total
             if placement == "replicated":
                 assert total["inverses"] == total["natural gradients"] == 0
-    # By hand: Ω and Γ of the convolutions and the linear layer, blocks of the normalisation; a
-    # weight and a flag for each of them, the number of examples, and a flag for each rank.
+    # Computed by hand: Ω and Γ of the convolutions and the linear layer, blocks of the
+    # normalisation; a weight and a flag for each, the number of examples, a flag for each rank.
     triangles = [19, 4, 18, 18, 2, 2, 17, 3, *4 * [2]]
     numbers = sum(n * (n + 1) // 2 for n in triangles) + 2 * 7 + 1 + 2
     assert sent[0][0]["statistics"] > 0
@@ -85,15 +93,15 @@ def drawn_targets(rank, size):
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
     run = DistributedDataParallel(model)
-    optimizer = kfc.KFC(run, likelihood=Spy(), lr=1e-9, seed=rank, fisher_clip=None)
+    optimizer = kfc.KFC(run, likelihood=Spy(), lr=1e-9, seed=rank, clip=None)
     for _ in range(2):
         step(optimizer, run, torch.ones(50, 3), torch.zeros(50, dtype=torch.long))
-    return torch.stack(seen), optimizer.state_dict()["preconditioner"]["generator"]
+    return torch.stack(seen), optimizer.state_dict()["curvature"]["generator"]
 
 
-def test_ranks_draw_different_targets_with_generators_that_stay_alike():
+def test_ranks_draw_different_targets_with_generators_in_the_same_state():
     (first, state), (second, other_state) = run_ranks(drawn_targets, 2, 2)
-    # Of uniform draws from ten classes, a tenth agree.
+    # A tenth of uniform draws from ten classes agree.
     for one, other in [(first, second), (first[:1], first[1:])]:
         assert (one == other).double().mean() < 0.3
     assert state["seed"] == other_state["seed"]
@@ -107,8 +115,8 @@ def bits_in_single_precision(rank, size):
     results = {}
     for placement in PLACEMENTS:
         run = DistributedDataParallel(network().float())
-        options = {**KFC_OPTIONS, "fisher": "sampled", "inverse_placement": placement}
-        optimizer = kfc.KFC(run, **options, consistency_period=1)
+        parallel = kfc.Parallel(placement=placement, consistency_period=1)
+        optimizer = kfc.KFC(run, **KFC_OPTIONS | {"curvature": "kfc"}, parallel=parallel)
         where, weight = pieces(rank, size)
         for images, labels in batches():
             step(optimizer, run, images[where].float(), labels[where], weight)
@@ -117,26 +125,26 @@ def bits_in_single_precision(rank, size):
 
 
 def differing_inverse(rank, size):
-    """A bit of the second convolution's factor is another one on rank 1."""
+    """Change the last bit of a factor of the second convolution on rank 1."""
     run = DistributedDataParallel(network())
-    optimizer = kfc.KFC(run, **KFC_OPTIONS, consistency_period=4)
+    optimizer = kfc.KFC(run, **KFC_OPTIONS, parallel=kfc.Parallel(consistency_period=4))
     for index, (images, labels) in enumerate(batches(6), start=1):
         if index == 4 and rank == 1:
             optimizer.factors["3"].activation[0, 0, 0] *= 1 + 1e-15
         try:
             step(optimizer, run, images, labels)
-        except WorkerError as error:
+        except CollectiveError as error:
             return index, str(error)
     return None
 
 
 def unequal_gradients(rank, size):
-    """The model runs by itself, not in its wrapper."""
+    """Run the model without DistributedDataParallel."""
     model = network()
     optimizer = kfc.KFC(model, **KFC_OPTIONS)
     where, _ = pieces(rank, size)
     images, labels = batches(1)[0]
-    with pytest.raises(WorkerError, match=r"gradient of '0.weight' on rank 1.*Distributed"):
+    with pytest.raises(CollectiveError, match=r"gradient of '0.weight' on rank 1.*Distributed"):
         step(optimizer, model, images[where], labels[where])
     return True
 
@@ -148,13 +156,13 @@ def missing_gradients(rank, size):
     F.cross_entropy(model(images), labels).backward()
     if rank == 1:
         model[3].weight.grad = None
-    with pytest.raises(WorkerError, match=r"gradient of '3.weight' on rank 1"):
+    with pytest.raises(CollectiveError, match=r"gradient of '3.weight' on rank 1"):
         optimizer.step()
     return True
 
 
 def another_checkpoint(rank, size):
-    """Rank 1 goes on from other parameters."""
+    """Resume on rank 1 with other parameters."""
     run = DistributedDataParallel(network())
     optimizer = kfc.KFC(run, **KFC_OPTIONS)
     images, labels = batches(1)[0]
@@ -162,7 +170,7 @@ def another_checkpoint(rank, size):
     optimizer.load_state_dict(optimizer.state_dict())
     if rank == 1:
         run.module[7].bias.data.mul_(2)
-    with pytest.raises(WorkerError, match=r"parameter '7.bias' on rank 1"):
+    with pytest.raises(CollectiveError, match=r"parameter '7.bias' on rank 1"):
         step(optimizer, run, images, labels)
     return True
 
@@ -172,16 +180,16 @@ def unequal_parameters(rank, size):
     model = nn.Linear(72, 3).double()
     optimizer = kfc.KFC(model, **KFC_OPTIONS)
     images, labels = batches(1)[0]
-    with pytest.raises(WorkerError, match=r"parameter 'weight' on rank 1.*same seed"):
+    with pytest.raises(CollectiveError, match=r"parameter 'weight' on rank 1.*same seed"):
         step(optimizer, model, images.flatten(1), labels)
     return True
 
 
 def apart(rank, size):
-    """Two models, each trained by one process for itself, in a group that is for something else."""
+    """Train two models independently, in spite of the process group."""
     torch.manual_seed(rank)
     model = nn.Linear(72, 3).double()
-    optimizer = kfc.KFC(model, **KFC_OPTIONS, process_group=None)
+    optimizer = kfc.KFC(model, **KFC_OPTIONS, parallel=kfc.Parallel(group=None))
     for images, labels in batches(2):
         step(optimizer, model, images.flatten(1)[rank:], labels[rank:])
     return optimizer.diagnostics["ranks"]
@@ -199,7 +207,7 @@ def agreements(rank, size):
     }
 
 
-def test_ranks_stay_identical_and_say_where_they_do_not():
+def test_ranks_stay_identical_or_raise_an_error_that_names_the_difference():
     first, second = run_ranks(agreements, 2, 2)
     for placement, results in first["bits"].items():
         others = second["bits"][placement]
@@ -207,7 +215,7 @@ def test_ranks_stay_identical_and_say_where_they_do_not():
     assert first["differing"] == second["differing"]
     index, message = first["differing"]
     assert index == 4
-    assert "statistic 0 of layer '3' on rank 1 is not what it is on rank 0" in message
+    assert "statistic 0 of layer '3' on rank 1 differs from rank 0's" in message
     assert first["apart"] is None
 
 
@@ -238,9 +246,9 @@ def nan_on_rank_one(rank, size):
 
 
 def nan_loss_of_kfac(rank, size):
-    """Of outputs that are finite."""
+    """Make the loss NaN although the outputs are finite."""
     run = DistributedDataParallel(network())
-    optimizer = kfc.KFAC(run, model_damping=1.0)
+    optimizer = kfc.KFAC(run, adaptation=kfc.Adaptation(model_damping=1.0))
     images, labels = batches(1)[0]
     weight = math.nan if rank == 1 else 1.0
     try:
@@ -251,7 +259,7 @@ def nan_loss_of_kfac(rank, size):
 
 def nan_inputs_of_kfac(rank, size):
     run = DistributedDataParallel(network())
-    optimizer = kfc.KFAC(run, model_damping=1.0)
+    optimizer = kfc.KFAC(run, adaptation=kfc.Adaptation(model_damping=1.0))
     images, labels = batches(1)[0]
     images = images * (math.nan if rank == 1 else 1.0)
     try:
@@ -272,8 +280,8 @@ def bad_estimate(rank, size):
 
 
 def sharded(rank, size):
-    """FSDP2 before and after the optimizer is made, tensor parallelism, and FSDP."""
-    # Here, so that the other tests' ranks need not wait for these imports.
+    """Use FSDP2 before and after the optimizer is created, tensor parallelism, and FSDP."""
+    # Imported here, because it takes long.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -301,7 +309,7 @@ def sharded(rank, size):
     return refusals
 
 
-def test_parameters_that_are_spread_over_ranks_are_refused():
+def test_sharded_parameters_are_refused():
     for refusals in run_ranks(sharded, 2, 2):
         assert len(refusals) == 4
         for message in refusals:
@@ -333,33 +341,33 @@ def test_what_is_not_finite_on_one_rank_is_skipped_by_all_and_named():
         assert unchanged
         assert skipped == 1
         assert "step 2 was skipped: rank 1 gave" in warning
-        assert "skipped 10 times: rank 1 gave something that is not finite" in error
+        assert "skipped 10 times: rank 1 gave values that are not finite" in error
         assert found["kfac"].count("not finite on rank 1") == 2
         assert found["estimate"] == "batch 1 of rank 1 gave statistics that are not finite"
 
 
 def too_early(rank, size):
-    """The optimizer is made before there is a process group."""
+    """Create the optimizer before there is a process group."""
     group = dist.group.WORLD
     with patch.object(dist, "is_initialized", return_value=False):
         model = network()
         optimizer = kfc.KFC(model, **KFC_OPTIONS)
     run = DistributedDataParallel(model, process_group=group)
     images, labels = batches(1)[0]
-    with pytest.raises(RuntimeError, match="initialised after the optimizer was made"):
+    with pytest.raises(RuntimeError, match="initialised after the optimizer"):
         step(optimizer, run, images, labels)
     return joined(rank, size)
 
 
-def test_what_ranks_cannot_train_by_is_refused():
+def test_unsupported_uses_are_refused():
     assert run_ranks(too_early, 2, 2) == [True, True]
 
 
-# What is not the same on all ranks, and may be
+# Permitted differences between ranks
 
 
 class Skipping(nn.Module):
-    """A layer that only batches with a positive first number run through."""
+    """A network with a layer that only runs if the batch's first number is positive."""
 
     def __init__(self):
         super().__init__()
@@ -376,10 +384,10 @@ class Skipping(nn.Module):
 
 
 def skipped_layers(rank, size):
-    """On rank 1 the middle layer never runs: its factors are rank 0's."""
+    """Never run the middle layer on rank 1, where its factors are those of rank 0."""
     model = Skipping().double()
     run = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = kfc.KFC(run, **{**KFC_OPTIONS, "fisher_clip": None})
+    optimizer = kfc.KFC(run, **KFC_OPTIONS | {"clip": None})
     inputs, labels = skipping_batch(rank)
     for _ in range(2):
         step(optimizer, run, inputs, labels)
@@ -393,11 +401,11 @@ def skipping_batch(rank):
     return inputs, torch.arange(6) % 3
 
 
-def freezing(rank, size, worker):
-    """Layers, and parts of them, come to be frozen; also while their inverses are in the making."""
+def freezing(rank, size, parallel):
+    """Freeze layers and parts of them, also while their inverses are being computed."""
     run = DistributedDataParallel(network(), find_unused_parameters=True)
-    options = {**KFC_OPTIONS, "inverse_placement": "shared", "statistics_period": 1}
-    optimizer = kfc.KFC(run, **options, inverse_worker=worker, max_staleness=1)
+    options = KFC_OPTIONS | {"schedule": kfc.Periods(1, 3)}
+    optimizer = kfc.KFC(run, **options, parallel=parallel)
     for index, (images, labels) in enumerate(batches(8)):
         run.module[0].bias.requires_grad_(index < 3)
         run.module[3].requires_grad_(index < 2 or index > 5)
@@ -406,10 +414,10 @@ def freezing(rank, size, worker):
 
 
 def traffic_of_unused_layers(rank, size):
-    """Bytes of statistics in a step in which none are due, but a layer has never run."""
+    """Return the bytes of statistics in a step where none are due, but a layer never ran."""
     model = Skipping().double()
     run = DistributedDataParallel(model, find_unused_parameters=True)
-    options = {**KFC_OPTIONS, "fisher_clip": None, "statistics_period": 100}
+    options = KFC_OPTIONS | {"clip": None, "schedule": kfc.Periods(100, 3)}
     optimizer = kfc.KFC(run, **options)
     inputs, labels = skipping_batch(1)
     sent = []
@@ -419,18 +427,21 @@ def traffic_of_unused_layers(rank, size):
     return sent
 
 
+def in_thread(staleness):
+    return kfc.Parallel(placement="shared", asynchronous=True, max_staleness=staleness)
+
+
 def periods_within_a_budget(rank, size):
     run = DistributedDataParallel(network())
-    optimizer = kfc.KFC(run, lr=0.01, overhead=0.5)
+    optimizer = kfc.KFC(run, lr=0.01, schedule=kfc.Budget(0.5))
     for images, labels in batches(8):
         step(optimizer, run, images, labels)
     return optimizer.diagnostics["periods"]
 
 
-def inverses_beside_training(rank, size, staleness):
+def asynchronous_inverses(rank, size, staleness):
     run = DistributedDataParallel(network())
-    worker = {"inverse_worker": "thread", "max_staleness": staleness}
-    optimizer = kfc.KFC(run, **KFC_OPTIONS, **worker, inverse_placement="shared")
+    optimizer = kfc.KFC(run, **KFC_OPTIONS, parallel=in_thread(staleness))
     where, weight = pieces(rank, size)
     for images, labels in batches():
         step(optimizer, run, images[where], labels[where], weight)
@@ -450,29 +461,29 @@ def differences(rank, size):
     return {
         "skipped layers": skipped_layers(rank, size),
         "periods": periods_within_a_budget(rank, size),
-        "at once": inverses_beside_training(rank, size, 0),
-        "late": inverses_beside_training(rank, size, 2),
+        "at once": asynchronous_inverses(rank, size, 0),
+        "late": asynchronous_inverses(rank, size, 2),
         "in the step": in_the_step(rank, size),
-        "freezing": freezing(rank, size, None),
-        "freezing beside": freezing(rank, size, "thread"),
+        "freezing": freezing(rank, size, kfc.Parallel(placement="shared")),
+        "freezing asynchronously": freezing(rank, size, in_thread(1)),
         "unused": traffic_of_unused_layers(rank, size),
     }
 
 
-def test_ranks_need_not_do_the_same_at_the_same_time():
+def test_ranks_may_differ_in_what_runs_and_when():
     first, second = run_ranks(differences, 2, 2)
-    for name in ("skipped layers", "at once", "late", "freezing", "freezing beside"):
+    for name in ("skipped layers", "at once", "late", "freezing", "freezing asynchronously"):
         assert all(map(torch.equal, first[name].values(), second[name].values())), name
     assert first["periods"] == second["periods"]
     assert first["unused"][0] == first["unused"][1]
     assert_same(first["at once"], first["in the step"])
     late, at_once = first["late"]["0.weight"], first["at once"]["0.weight"]
     assert not torch.equal(late, at_once)
-    alone = kfc.KFC(Skipping().double(), **{**KFC_OPTIONS, "fisher_clip": None})
+    alone = kfc.KFC(Skipping().double(), **KFC_OPTIONS | {"clip": None})
     inputs, labels = skipping_batch(0)
     step(alone, alone.model, inputs, labels)
     found = first["skipped layers"]["sometimes activation"]
-    # Of the first step; the second, whose parameters differ, has a twentieth.
+    # The factor of the first step; that of the second has a weight of a twentieth.
     assert torch.allclose(found, alone.factors["sometimes"].activation, atol=0.1)
 
 
@@ -481,7 +492,7 @@ def test_ranks_need_not_do_the_same_at_the_same_time():
 
 def save_after_four_steps(rank, size, placement):
     run = DistributedDataParallel(network())
-    optimizer = kfc.KFC(run, **KFC_OPTIONS, inverse_placement=placement)
+    optimizer = kfc.KFC(run, **KFC_OPTIONS, **on(placement))
     where, weight = pieces(rank, size)
     for images, labels in batches(4):
         step(optimizer, run, images[where], labels[where], weight)
@@ -502,13 +513,13 @@ def resume(rank, size, model_state, state):
 
 
 @pytest.mark.parametrize("placement", ["shared", "gradients"])
-def test_a_checkpoint_of_two_ranks_is_one_for_any_number(placement):
+def test_a_checkpoint_of_two_ranks_loads_on_any_number(placement):
     (saved, _) = run_ranks(save_after_four_steps, 2, 2, placement)
     alone, after = resume(0, 1, *saved)
     for loaded, result in run_ranks(resume, 4, 4, *saved):
-        for name, entry in saved[1]["preconditioner"]["curvature"]["layers"].items():
+        for name, entry in saved[1]["curvature"]["curvature"]["layers"].items():
             for number_of_ranks in (alone, loaded):
-                found = number_of_ranks["preconditioner"]["curvature"]["layers"][name]
+                found = number_of_ranks["curvature"]["curvature"]["layers"][name]
                 assert all(map(torch.equal, found["running"], entry["running"]))
                 assert found["inverse"].keys() == entry["inverse"].keys()
         assert_same(result, after)

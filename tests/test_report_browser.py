@@ -1,9 +1,18 @@
-"""The page as people see it: in a real browser, wide and narrow."""
+"""Tests of the page about runs in a real browser, in a wide and a narrow window."""
 
 import pytest
 
-from browsing import NASTY, WIDTHS, figure_ids, opened, page_width, running_browser
-from kfc.report.page import write_page
+from browsing import (
+    NASTY,
+    WIDTHS,
+    figure_ids,
+    opened,
+    page_width,
+    running_browser,
+    undrawn,
+    wait_until,
+)
+from kfc.lab.report.page import write_page
 from report_runs import make_run
 
 CURVES = {"curve-train_loss", "curve-test_loss", "curve-train_error", "curve-test_error"}
@@ -25,7 +34,7 @@ def tab():
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
-    """A grid of KFC, one of them diverged; SGD; a run with a name that wants to be an element."""
+    """Three runs of KFC, one of them diverged, SGD, KFAC, and a run whose name is an element."""
     folder = tmp_path_factory.mktemp("comparison")
     records = [
         make_run(folder / "kfc", "KFC", "kfc", evaluations=30),
@@ -47,41 +56,33 @@ def width(request):
 
 @pytest.fixture
 def page(tab, comparison, width):
-    """For tests that leave it as it is."""
+    """The page, for tests that do not change it."""
     with opened(tab, comparison, width, unchanged=True) as page:
         yield page
 
 
 @pytest.fixture
 def wide_page(tab, comparison):
-    """For tests that play with it."""
+    """The page in a wide window, for tests that change it."""
     with opened(tab, comparison, max(WIDTHS)) as page:
         yield page
-
-
-def undrawn(page):
-    """Figures without a line, a marker or a bar of some size."""
-    return page.evaluate("""() => [...document.querySelectorAll(".plot")].filter((plot) => {
-        const marks = plot.querySelectorAll(".trace path, .trace .point path");
-        return ![...marks].some((mark) => mark.getBoundingClientRect().width > 1);
-    }).map((plot) => plot.id)""")
 
 
 def axis_title(page, figure="curve-train_loss"):
     return page.locator(f"#{figure} .xtitle").text_content()
 
 
-def test_every_figure_is_drawn_and_nothing_sticks_out(page):
+def test_every_figure_is_drawn_and_nothing_overflows(page):
     assert figure_ids(page) == {*CURVES, *INSIDE_KFC, *INSIDE_KFAC, "sensitivity", "costs"}
     assert undrawn(page) == []
     assert page_width(page) <= page.viewport_size["width"]
     assert page.locator("#costs .modebar-btn").count() == 4
 
 
-def test_hovering_names_the_run(page):
+def test_hovering_shows_the_name_of_the_run(page):
     plot = page.locator("#curve-test_error")
     plot.scroll_into_view_if_needed()
-    # The last trace is the one on top, of the run with the nasty name.
+    # The last trace, on top of the others, is that of the run whose name is an element.
     box = plot.locator(".scatterlayer .trace").last.locator(".point").last.bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     page.mouse.move(x - 3, y)
@@ -92,7 +93,7 @@ def test_hovering_names_the_run(page):
     assert "seconds of training" in label.text_content()
 
 
-def test_names_stay_text(page):
+def test_names_are_shown_as_text(page):
     assert page.locator("img").count() == 0
     assert page.locator("h1").text_content() == f"Report {NASTY}"
     assert NASTY in page.locator("#summary").text_content()
@@ -128,7 +129,7 @@ def test_controls_change_the_curves(wide_page):
     assert page.eval_on_selector("#curve-train_loss", kind) == "linear"
 
 
-def test_layers_of_either_run_and_printing(wide_page):
+def test_choosing_the_run_of_the_layers_and_printing(wide_page):
     updates = "plot => Math.max(...plot.data[0].x)"
     assert wide_page.eval_on_selector("#layers-pi", updates) == 29 * 40
     wide_page.get_by_label("Run", exact=True).select_option(label=NASTY)
@@ -139,15 +140,10 @@ def test_layers_of_either_run_and_printing(wide_page):
     wide_page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert max(wide_page.eval_on_selector_all(".plot", widths)) <= 680
     wide_page.evaluate("dispatchEvent(new Event('afterprint'))")
-    for _ in range(50):  # figures take their time, one after the other
-        after = wide_page.eval_on_selector_all(".plot", widths)
-        if after == before:
-            break
-        wide_page.wait_for_timeout(100)
-    assert after == before
+    wait_until(wide_page, lambda: wide_page.eval_on_selector_all(".plot", widths) == before)
 
 
-def test_a_run_that_has_just_begun(tab, tmp_path):
+def test_a_run_with_a_single_evaluation(tab, tmp_path):
     record = make_run(tmp_path / "run", evaluations=1, end=None)
     write_page(tmp_path / "page.html", [record], title="Begun")
     with opened(tab, tmp_path / "page.html", 400) as page:
@@ -156,7 +152,7 @@ def test_a_run_that_has_just_begun(tab, tmp_path):
         assert page_width(page) <= 400
 
 
-def test_twenty_runs_with_long_names_and_nothing_of_kfc(tab, tmp_path):
+def test_twenty_runs_with_long_names_and_without_kfc(tab, tmp_path):
     records = [
         make_run(tmp_path / str(index), f"{index} {'long' * 12} name", "sgd", evaluations=index)
         for index in range(20)

@@ -1,77 +1,137 @@
-"""Which way imports go, and what `import kfc` needs."""
+"""The rooms of the code: which may import which, how large their files are, what they need."""
 
 import ast
+import re
 import subprocess
 import sys
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import kfc
 
 SOURCE = Path(kfc.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
 
-# Each room imports only from rooms above it.
+# From the top to the bottom: a room imports only from itself and from rooms below it.
 ROOMS = [
-    "checks",
-    "periods",
-    "budget",
-    "generator",
-    "randomness",
-    "buffers",
-    "skipping",
-    "likelihoods",
-    "spectral",
-    "correlation",
-    "patches",
-    "stationary",
-    "kronecker",
-    "layers",
-    "session",
-    "capture",
-    "fisher",
-    "distributed",
-    "curvature",
-    "gathering",
-    "description",
-    "renewal",
-    "schedule",
-    "teamwork",
-    "preconditioner",
-    "analysis",
-    "optimizers",
-    "experiments",
-    "report",
-    "cli",
-    "__main__",
+    "lab/",
+    "analysis/",
+    "optimizers/",
+    "distributed/",
+    "statistics/",
+    "fisher/",
+    "curvature/",
+    "distributed/reducer.py",
+    "layers/",
+    "moments/",
+    "schedule.py",
+    "_*.py",
 ]
 
-
-def imported_rooms(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module]
-            if node.module == "kfc":
-                names = [f"kfc.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        found |= {name.split(".")[1] for name in names if name.startswith("kfc.")}
-    return found
+LONGEST_FILE, LONGEST_FUNCTION, MOST_ARGUMENTS = 400, 60, 16
 
 
-def test_rooms_import_only_from_rooms_above_them():
-    files = [p for p in SOURCE.rglob("*.py") if p != SOURCE / "__init__.py"]
-    assert len(files) > 15
-    for path in files:
-        room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-        allowed = set(ROOMS[: ROOMS.index(room) + 1])
-        used = imported_rooms(path) & set(ROOMS)
-        assert used <= allowed, f"{path.name} in {room} imports {used - allowed}"
+def name_of(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+def room_of(name: str) -> str:
+    """Return the room of a file, given by its path relative to the package."""
+    if name == "__main__.py":
+        return "lab/"
+    if name == "__init__.py":  # the public names, which come from the optimizers and below
+        return "optimizers/"
+    if name in ROOMS:
+        return name
+    top, *inside = name.split("/")
+    return f"{top}/" if inside else "_*.py" if top.startswith("_") else top
+
+
+def file_of(module: str) -> str | None:
+    """Return the file of a module of the package, relative to it; ``None`` if there is none."""
+    path = SOURCE.joinpath(*module.split(".")[1:])
+    for candidate in (path / "__init__.py", path.with_suffix(".py")):
+        if candidate.is_file():
+            return name_of(candidate)
+    return None
+
+
+def at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes but those under ``if TYPE_CHECKING:``."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from at_run_time(node)
+
+
+def imported_files(path: Path) -> set[str]:
+    """Return the files of the package that a file imports, anywhere in it.
+
+    The reducer is the interface that both sides share. It may name types of the rooms above it.
+    """
+    tree = ast.parse(path.read_text())
+    nodes = at_run_time(tree) if name_of(path) == "distributed/reducer.py" else ast.walk(tree)
+    modules = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules |= {name if file_of(name) else str(node.module) for name in inner}
+    found = {module: file_of(module) for module in modules if module.split(".")[0] == "kfc"}
+    unknown = [module for module, name in found.items() if name is None]
+    assert not unknown, f"{path} imports {unknown}, which do not exist"
+    return {name for name in found.values() if name is not None}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_rooms_import_only_from_rooms_below_them(path):
+    own = ROOMS.index(room_of(name_of(path)))
+    too_high = [name for name in imported_files(path) if ROOMS.index(room_of(name)) < own]
+    assert not too_high, f"{name_of(path)} is in {ROOMS[own]} and must not import {too_high}"
+
+
+def test_contributing_lists_the_same_rooms():
+    text = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+    section = re.search(r"^## The rooms$(.*?)^## ", text, re.M | re.S).group(1)
+    rows = re.findall(r"^\| `(.+?)` \| .+ \|$", section, re.M)
+    assert rows == ROOMS
+
+
+def test_every_room_exists_and_every_file_has_one():
+    assert {room_of(name_of(path)) for path in FILES} == set(ROOMS)
+
+
+def test_the_top_level_has_one_private_module():
+    files = {path.name for path in SOURCE.glob("*.py")}
+    private = {name for name in files if re.match("_[^_]", name)}
+    assert len(private) <= 1, f"join {sorted(private)}"
+    assert files - private == {"__init__.py", "__main__.py", "schedule.py"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_files_and_functions_are_short(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= LONGEST_FILE
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        where = f"{node.name}, line {node.lineno}"
+        assert node.end_lineno - node.lineno + 1 <= LONGEST_FUNCTION, f"{where} is too long"
+        names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        count = len([name for name in names if name not in ("self", "cls")])
+        assert count <= MOST_ARGUMENTS, f"{where} has {count} arguments"
 
 
 def test_import_needs_torch_alone():
-    blocked = ("numpy", "scipy", "sklearn", "rich", "plotly", "PIL", "typer", "pandas")
+    blocked = (
+        *("numpy", "scipy", "sklearn", "PIL", "pooch", "pandas"),
+        *("rich", "typer", "plotly", "jinja2", "tensorboard"),
+    )
     program = f"""
 import sys
 sys.modules.update(dict.fromkeys({blocked!r}))  # importing any of these now fails
@@ -84,13 +144,3 @@ optimizer.describe()
 kfc.analysis.compare_approximations(model, torch.randn(4, 2))
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
-
-
-def test_stretch_starts_at_one_and_ends_at_its_limit():
-    stretch = kfc.Stretch(10)
-    due = [k for k in range(1, 1001) if k == 1 or k % stretch.at(k) == 0]
-    gaps = [b - a for a, b in pairwise(due)]
-    assert due[:23] == list(range(1, 24))
-    assert max(gaps) == 10
-    assert all(gap <= max(1, k / 12) for k, gap in zip(due[1:], gaps, strict=True) if k > 24)
-    assert gaps[-5:] == [10] * 5

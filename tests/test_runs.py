@@ -1,4 +1,4 @@
-"""Run folders: complete at every moment, never overwritten, clear about what is wrong."""
+"""Run folders: complete at every moment, never overwritten, with clear errors."""
 
 import json
 import os
@@ -9,8 +9,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from commands import run_script
-from kfc.experiments.config import make_config
-from kfc.experiments.runs import RunError, RunFolder, read_record, write_atomically
+from kfc.lab.config import make_config
+from kfc.lab.runs import RunError, RunFolder, read_record, write_atomically
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def folder(tmp_path, config):
 
 
 def output_of(program: str, script: Path, *arguments: object) -> str:
-    """What the program prints, in a process of its own; script is where it is written."""
+    """Write a program to ``script``, run it in a process, and return its output."""
     script.write_text(program)
     done = run_script(script, *arguments)
     assert done.returncode == 0, done.stderr
@@ -37,7 +37,7 @@ def row(update: int, kind: str = "progress", **more: object) -> dict:
     return {"kind": kind, "update": update, "epoch": 0.5, "seconds": 1.0, **more}
 
 
-def test_a_record_says_what_was_written(folder, config):
+def test_a_record_has_what_was_written(folder, config):
     folder.write(row(0, "evaluation", train_loss=2.5))
     folder.write(row(10, loss=float("nan")))
     folder.write(row(20, "end", reason="epochs", message=""))
@@ -69,14 +69,14 @@ def test_a_folder_is_never_overwritten(folder, config):
 
 def test_one_process_at_a_time(folder, tmp_path):
     program = (
-        "import sys, pathlib; from kfc.experiments.runs import RunFolder, RunError\n"
+        "import sys, pathlib; from kfc.lab.runs import RunFolder, RunError\n"
         "try: RunFolder.open(pathlib.Path(sys.argv[1]))\n"
         "except RunError as error: print(error)"
     )
     assert "in use" in output_of(program, tmp_path / "program.py", folder.path)
 
 
-def test_metrics_beyond_the_checkpoint_are_forgotten(folder):
+def test_metrics_after_the_checkpoint_are_discarded(folder):
     folder.write(row(10))
     folder.save({"update": 10})
     folder.write(row(20))
@@ -90,7 +90,7 @@ def test_metrics_beyond_the_checkpoint_are_forgotten(folder):
     again.close()
 
 
-def test_without_a_checkpoint_the_run_begins_again(folder):
+def test_without_a_checkpoint_all_metrics_are_discarded(folder):
     folder.write(row(10))
     folder.close()
     again = RunFolder.open(folder.path)
@@ -99,7 +99,7 @@ def test_without_a_checkpoint_the_run_begins_again(folder):
     again.close()
 
 
-def test_a_row_cut_short_by_a_crash_is_left_out(folder):
+def test_an_incomplete_last_row_is_ignored(folder):
     folder.write(row(10))
     with (folder.path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"kind": "progress", "upd')
@@ -114,6 +114,7 @@ def test_a_row_cut_short_by_a_crash_is_left_out(folder):
         ("config.json", b'{"format": 99}', "format 99"),
         ("metrics.jsonl", b"nonsense\n{}\n", "line 1"),
         ("metrics.jsonl", b"3\n", "line 1"),
+        ("metrics.jsonl", b'{"kind": "other", "update": 1}\n', "unknown kind"),
     ],
 )
 def test_damaged_files_are_named(folder, file, content, words):
@@ -131,7 +132,7 @@ def test_a_damaged_checkpoint_is_refused(folder, content):
         folder.load()
 
 
-def test_a_checkpoint_runs_no_code(folder, tmp_path):
+def test_loading_a_checkpoint_runs_no_code(folder, tmp_path):
     class Bad:
         def __reduce__(self):
             return os.system, (f"touch {tmp_path}/harm",)
@@ -153,23 +154,23 @@ def test_metrics_shorter_than_the_checkpoint_are_refused(folder):
     again.close()
 
 
-def test_not_a_run(tmp_path):
+def test_a_folder_that_is_not_a_run(tmp_path):
     with pytest.raises(RunError, match="not a run"):
         read_record(tmp_path)
 
 
-def test_a_folder_that_cannot_be_made(config):
+def test_a_folder_that_cannot_be_created(config):
     with pytest.raises(RunError, match="cannot be written"):
         RunFolder.create(Path("/proc/nowhere/run"), config, "digest", "KFC")
 
 
 def test_an_unfinished_write_leaves_the_old_file(tmp_path):
-    """A file-size limit is as good as a full disk: the write fails half-way."""
+    """A limit on the size of files makes the write fail half-way, like a full disk."""
     path = tmp_path / "folder" / "file"
     path.parent.mkdir()
     program = """
 import resource, pathlib, sys
-from kfc.experiments.runs import write_atomically
+from kfc.lab.runs import write_atomically
 path = pathlib.Path(sys.argv[1])
 write_atomically(path, b"good")
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 import kfc
-from kfc import gathering
+from kfc.statistics import collector as gathering
 from ranks import run_ranks
 from test_distributed import KFC_OPTIONS, WHOLE, assert_same, batches, pieces, trained_by_kfc
 
@@ -74,7 +74,7 @@ def synchronised_network() -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(network())
 
 
-class MostLikely(kfc.likelihoods.Categorical):
+class MostLikely(kfc.fisher.likelihoods.Categorical):
     """Draws the likeliest class: what is drawn does not depend on who draws."""
 
     def term_sample(self, outputs, generator):

@@ -1,4 +1,4 @@
-"""The training loop: what it trains, averages, evaluates and records."""
+"""The training loop: configuration, optimizers, averages, evaluations, records, resumption."""
 
 import copy
 import math
@@ -7,17 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kfc.experiments.averages import Averages
-from kfc.experiments.config import ConfigError, config_from_dict, make_config
-from kfc.experiments.data import Inputs, load
-from kfc.experiments.diagnosis import find_origin
-from kfc.experiments.evaluation import Examples, evaluate
-from kfc.experiments.networks import build
-from kfc.experiments.optimizers import OPTIMIZERS, Wishes, as_matrix, make_optimizer
-from kfc.experiments.parts import Parts, weight_costs
-from kfc.experiments.runs import RunError, RunFolder, read_record
-from kfc.experiments.tasks import TASKS
-from kfc.experiments.training import Trainer
+from kfc.lab.averages import Averages
+from kfc.lab.components import RunComponents, weight_costs
+from kfc.lab.config import ConfigError, config_from_dict, make_config
+from kfc.lab.data import Inputs, load
+from kfc.lab.diagnosis import find_origin
+from kfc.lab.networks import build
+from kfc.lab.optimizers import OPTIMIZERS, MuonOptions, Setup, as_matrix
+from kfc.lab.runs import RunError, RunFolder, read_record
+from kfc.lab.training import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -25,22 +23,22 @@ def digits():
     return load("digits")
 
 
-def config_of(**wishes):
+def config_of(**settings):
     defaults = {"data": "digits", "epochs": 2, "batch_size": 128, "threads": 1}
-    return make_config(**{**defaults, **wishes})
+    return make_config(**{**defaults, **settings})
 
 
-def run(path, data, **wishes):
-    trainer = Trainer.start(path, config_of(**wishes), data, name="run")
+def run(path, data, **settings):
+    trainer = Trainer.start(path, config_of(**settings), data, name="run")
     trainer.advance()
     trainer.close()
     return trainer
 
 
-# Settings
+# Configuration
 
 
-def test_settings_are_filled_in_from_network_and_optimizer():
+def test_defaults_come_from_network_and_optimizer():
     config = make_config(data="cifar10")
     assert (config.net, config.init, config.inputs) == ("cuda-convnet", "paper", "centred")
     assert (config.optimizer, config.lr, config.batch_size) == ("kfc", 3e-3, 512)
@@ -51,7 +49,7 @@ def test_settings_are_filled_in_from_network_and_optimizer():
     assert config_from_dict(config.to_dict()) == config
 
 
-def test_a_run_may_be_older_than_an_option(digits, tmp_path):
+def test_a_run_folder_may_lack_an_option_that_was_added_later(digits, tmp_path):
     values = config_of(updates=1).to_dict()
     del values["options"]["curvature"]
     trainer = Trainer.start(tmp_path / "run", config_from_dict(values), digits, name="run")
@@ -61,37 +59,42 @@ def test_a_run_may_be_older_than_an_option(digits, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wishes", "words"),
+    ("settings", "words"),
     [
-        ({}, "name a data set"),
+        ({}, "data must be given"),
         ({"data": "imagenet"}, "data must be one of"),
-        ({"data": "digits", "optimizer": "sgd", "damping": 0.1}, "nothing that sgd has"),
-        ({"data": "digits", "optimizer": "lion"}, "no optimizer 'lion'"),
-        ({"data": "digits", "typo": 1}, "unknown settings: typo"),
+        (
+            {"data": "digits", "optimizer": "sgd", "damping": 0.1},
+            "damping has no effect with the optimizer sgd",
+        ),
+        ({"data": "digits", "optimizer": "lion"}, "optimizer must be one of"),
+        ({"data": "digits", "typo": 1}, "unknown options: typo"),
         ({"data": "digits", "lr": -1.0}, "lr must be"),
         ({"data": "digits", "lr": float("nan")}, "lr must be"),
         ({"data": "digits", "batch_size": 2.5}, "batch_size must be a whole number"),
         ({"data": "digits", "epochs": 0}, "epochs must be"),
         ({"data": "digits", "weight_decay": "paper"}, "no paper gives weight costs"),
+        ({"data": "digits", "weight_decay": "some"}, "weight_decay must be a finite number"),
+        ({"data": "digits", "asynchronous_inverses": 1}, "must be true or false"),
         ({"data": "digits", "inputs": "raw"}, "inputs must be one of"),
         ({"data": "digits", "device": "toaster"}, "toaster"),
     ],
 )
-def test_bad_settings_are_named(wishes, words):
+def test_invalid_options_are_named(settings, words):
     with pytest.raises(ConfigError, match=words):
-        make_config(**wishes)
+        make_config(**settings)
 
 
 @pytest.mark.parametrize(
-    "wishes", [{"batch_size": 5000}, {"damping": -1.0}, {"fisher": "wrong"}, {"device": "cuda:7"}]
+    "settings", [{"batch_size": 5000}, {"momentum": 1.0}, {"fisher": "wrong"}, {"device": "cuda:7"}]
 )
-def test_what_only_shows_when_building_leaves_no_folder(digits, tmp_path, wishes):
+def test_errors_of_building_the_components_leave_no_folder(digits, tmp_path, settings):
     with pytest.raises((ConfigError, ValueError)):
-        Trainer.start(tmp_path / "run", config_of(**wishes), digits, name="run")
+        Trainer.start(tmp_path / "run", config_of(**settings), digits, name="run")
     assert not (tmp_path / "run").exists()
 
 
-def test_weight_costs_are_of_weights_alone(digits):
+def test_only_weights_have_weight_costs(digits):
     model = build("digits", image=(1, 8, 8), classes=10, init=None, seed=0)
     costs = weight_costs(config_of(weight_decay=0.5), model)
     assert set(costs.values()) == {0.5}
@@ -110,20 +113,22 @@ def test_every_optimizer_learns_the_digits(digits, tmp_path, name):
     assert trainer.last_evaluation["train_error"] < 10
 
 
-def test_inverses_beside_training_are_an_option(digits, tmp_path):
-    options = {"inverse_worker": "thread", "max_staleness": 2, "inverse_period": 3}
+def test_asynchronous_inverses_are_an_option(digits, tmp_path):
+    options = {"asynchronous_inverses": True, "max_staleness": 2, "inverse_period": 3}
     trainer = run(tmp_path / "run", digits, optimizer="kfc", updates=6, **options)
-    assert trainer.parts.optimizer.diagnostics["staleness"] == 3  # made at step 3, next at 8
+    assert (
+        trainer.components.optimizer.diagnostics["staleness"] == 3
+    )  # computed at step 3, the next are applied at step 8
 
 
 @pytest.mark.parametrize("name", ["kfc", "kfac"])
-def test_a_curvature_is_an_option(digits, tmp_path, name):
+def test_the_curvature_is_an_option(digits, tmp_path, name):
     trainer = run(tmp_path / "run", digits, optimizer=name, curvature="prong", updates=3)
     assert read_record(tmp_path / "run").config.options["curvature"] == "prong"
-    assert trainer.parts.optimizer.preconditioner.plan.curvature == "prong"
+    assert "white derivatives" in str(trainer.components.optimizer.describe())
 
 
-def test_soap_is_asked_for_by_name(digits, tmp_path):
+def test_soap_needs_its_package(digits, tmp_path):
     try:
         import pytorch_optimizer  # noqa: F401
     except ImportError:
@@ -134,11 +139,10 @@ def test_soap_is_asked_for_by_name(digits, tmp_path):
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_muon_moves_the_weights_themselves(memory_format):
+def test_muon_updates_the_weights_in_place(memory_format):
     model = build("digits", image=(1, 8, 8), classes=10, init=None, seed=0)
     model.to(memory_format=memory_format)
-    wishes = Wishes(0.1, {}, OPTIMIZERS["muon"].options, 0, "categorical")
-    optimizer = make_optimizer("muon", model, wishes)
+    optimizer = MuonOptions().make(model, Setup(0.1, {}, 0, "categorical"))
     before = copy.deepcopy(model.state_dict())
     weight = next(p for p in model.parameters() if p.dim() == 4 and p.shape[1] > 1)
     for parameter in model.parameters():
@@ -146,12 +150,12 @@ def test_muon_moves_the_weights_themselves(memory_format):
     name = next(n for n, p in model.named_parameters() if p is weight)
     optimizer.step()
     assert all((model.state_dict()[n] != before[n]).any() for n in before)
-    # An orthogonal factor of a matrix with more columns than rows: steps of equal length by rows.
+    # The orthogonal factor of a matrix with more columns than rows has rows of equal length.
     step = (weight.detach() - before[name]).flatten(1)
     assert (step.norm(dim=1) / step.norm(dim=1).mean() - 1).abs().max() < 0.3
 
 
-def test_a_matrix_is_a_view():
+def test_the_matrix_of_a_weight_is_a_view():
     weight = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
     assert as_matrix(weight).data_ptr() == weight.data_ptr()
     assert as_matrix(weight).shape == (4, 12)
@@ -187,12 +191,11 @@ def test_averages_cover_running_statistics():
     assert set(averages.state_dict()) == {"weight", "bias", "running_mean", "running_var"}
 
 
-def test_evaluation_is_the_plain_sum(digits):
-    model = build("digits", image=(1, 8, 8), classes=10, init=None, seed=0)
-    inputs = Inputs.normalised(digits.train)
-    examples = Examples(digits.train, inputs, 1200, torch.device("cpu"))
-    loss, error = evaluate(model, examples, TASKS["classification"])
-    outputs = model(inputs(digits.train.images[:1200]))
+def test_evaluation_returns_mean_loss_and_error(digits):
+    components = RunComponents(config_of(evaluation_examples=1200), digits)
+    loss, error = components.evaluate("train")
+    model = components.model
+    outputs = model(Inputs.normalised(digits.train)(digits.train.images[:1200]))
     labels = torch.tensor(digits.train.labels[:1200])
     assert loss == pytest.approx(F.cross_entropy(outputs, labels).item(), rel=1e-5)
     assert error == pytest.approx(100 * (outputs.argmax(1) != labels).float().mean().item())
@@ -202,11 +205,11 @@ def test_evaluation_is_the_plain_sum(digits):
 # Records
 
 
-def test_a_run_records_its_way(digits, tmp_path):
+def test_a_run_records_evaluations_and_progress(digits, tmp_path):
     run(tmp_path / "run", digits, epochs=3, evaluation_period=0.5, log_period=5)
     record = read_record(tmp_path / "run")
     updates = [row["update"] for row in record.evaluations]
-    # 11 batches in an epoch: an evaluation every round(5.5) updates, and one at the end
+    # An epoch has 11 batches: an evaluation every round(5.5) updates, and one at the end.
     assert updates == [0, 6, 12, 18, 24, 30, 33]
     assert [row["update"] for row in record.progress] == [5, 10, 15, 20, 25, 30]
     last = record.evaluations[-1]
@@ -223,7 +226,7 @@ def test_a_run_records_its_way(digits, tmp_path):
     ("optimizer", "own"),
     [("kfc", {"forward", "backward", "clip"}), ("kfac", {"forward and backward", "model"})],
 )
-def test_the_parts_of_an_update_add_up(digits, tmp_path, optimizer, own):
+def test_the_times_of_the_parts_of_an_update_add_up(digits, tmp_path, optimizer, own):
     run(tmp_path / "run", digits, optimizer=optimizer, epochs=2, evaluation_period=1)
     first, second = read_record(tmp_path / "run").evaluations[1:]
     per_update = (second["seconds"] - first["seconds"]) / (second["update"] - first["update"])
@@ -237,7 +240,7 @@ def test_the_parts_of_an_update_add_up(digits, tmp_path, optimizer, own):
     ("limit", "reason"),
     [({"updates": 7}, "updates"), ({"seconds": 1e-3}, "time"), ({"epochs": 0.5}, "epochs")],
 )
-def test_the_first_limit_counts(digits, tmp_path, limit, reason):
+def test_a_run_ends_at_the_first_limit(digits, tmp_path, limit, reason):
     trainer = run(tmp_path / "run", digits, **{"epochs": 50, **limit})
     assert trainer.end["reason"] == reason
     assert trainer.last_evaluation["update"] == trainer.update
@@ -245,14 +248,14 @@ def test_the_first_limit_counts(digits, tmp_path, limit, reason):
 
 @pytest.mark.filterwarnings("ignore::UserWarning:kfc")
 @pytest.mark.parametrize("optimizer", ["sgd", "kfc"])
-def test_nan_stops_the_run_and_says_why(digits, tmp_path, optimizer):
+def test_nan_ends_the_run_with_a_diagnosis(digits, tmp_path, optimizer):
     trainer = Trainer.start(
         tmp_path / "run", config_of(optimizer=optimizer, log_period=1), digits, name="run"
     )
     trainer.advance(1e-9)
     trainer.save()
     with torch.no_grad():
-        trainer.parts.model[3].weight[0] = float("nan")
+        trainer.components.model[3].weight[0] = float("nan")
     assert not trainer.advance()
     trainer.close()
     assert trainer.end["reason"] == "diverged"
@@ -265,14 +268,14 @@ def test_nan_stops_the_run_and_says_why(digits, tmp_path, optimizer):
 
 @pytest.mark.filterwarnings("ignore::UserWarning:kfc")
 def test_overflow_in_the_network_is_traced_to_its_layer(digits, tmp_path):
-    """KFC leaves the parameters alone at such a step, so that the layer can be found."""
+    """KFC skips such a step, so that the parameters are unchanged and the layer can be found."""
     trainer = Trainer.start(tmp_path / "run", config_of(log_period=1), digits, name="")
     with torch.no_grad():
-        trainer.parts.model[3].weight.fill_(3e38)
+        trainer.components.model[3].weight.fill_(3e38)
     trainer.advance()
     trainer.close()
     assert "all parameters are finite" in trainer.end["message"]
-    assert "the first output that is not finite is 3's" in trainer.end["message"]
+    assert "the first layer whose output is not finite is 3;" in trainer.end["message"]
 
 
 @pytest.mark.parametrize(
@@ -282,25 +285,25 @@ def test_overflow_in_the_network_is_traced_to_its_layer(digits, tmp_path):
         ([(math.nan, 8), (math.nan, 8)], 0, ""),
         ([(math.nan, 8), (math.nan, 7)], 1, "it began with the gradients of rank 1 at update 7"),
         ([(1, math.inf), (1, 9), (1, 9)], 1, "it began with the gradients of ranks 1 and 2 at u"),
-        ([(1, math.inf), (math.inf, math.inf)], 1, "the loss of rank 1 alone is not finite"),
+        ([(1, math.inf), (math.inf, math.inf)], 1, "only the loss of rank 1 is not finite"),
         ([(1, math.inf), (1, math.inf)], 0, ""),
     ],
 )
-def test_what_is_not_finite_began_where_it_was_first(ranks, rank, words):
+def test_divergence_is_traced_to_the_first_rank(ranks, rank, words):
     origin = find_origin(ranks)
     assert origin.rank == rank
     assert origin.description.startswith(words)
     assert bool(origin.description) == bool(words)
 
 
-def test_kfac_goes_back_from_nan_if_it_can_and_else_says_why(digits, tmp_path):
+def test_kfac_recovers_from_nan_after_its_first_step_and_diverges_before(digits, tmp_path):
     config = config_of(optimizer="kfac", updates=4, log_period=1)
     for name, begun in (("begun", True), ("new", False)):
         trainer = Trainer.start(tmp_path / name, config, digits, name="run")
         if begun:
             trainer.advance(1e-9)
         with torch.no_grad():
-            trainer.parts.model[3].weight[0] = float("nan")
+            trainer.components.model[3].weight[0] = float("nan")
         trainer.advance()
         trainer.close()
         assert trainer.end["reason"] == ("updates" if begun else "diverged")
@@ -308,7 +311,7 @@ def test_kfac_goes_back_from_nan_if_it_can_and_else_says_why(digits, tmp_path):
     assert "--initial-model-damping" in trainer.end["message"]
 
 
-def test_kfac_tells_what_it_chose(digits, tmp_path):
+def test_kfac_records_what_it_adapts(digits, tmp_path):
     run(tmp_path / "run", digits, optimizer="kfac", epochs=1, log_period=5)
     record = read_record(tmp_path / "run")
     assert record.config.lr is None
@@ -317,10 +320,10 @@ def test_kfac_tells_what_it_chose(digits, tmp_path):
         assert all(isinstance(row[name], float) for name in chosen)
         assert row["model_change"] < 0
     fixed = run(tmp_path / "fixed", digits, optimizer="kfac", updates=3, lr=0.05, log_period=1)
-    assert fixed.parts.optimizer.step_diagnostics["lr"] == pytest.approx(0.05)
+    assert fixed.components.optimizer.step_diagnostics["lr"] == pytest.approx(0.05)
 
 
-def test_autoencoders_give_images_back(digits, tmp_path):
+def test_autoencoders_reconstruct_images(digits, tmp_path):
     trainer = run(tmp_path / "run", digits, net="digits-autoencoder", optimizer="kfac", epochs=8)
     first, *_, last = read_record(tmp_path / "run").evaluations
     images = digits.train.images / 16.0
@@ -328,20 +331,20 @@ def test_autoencoders_give_images_back(digits, tmp_path):
     assert last["train_error"] < by_the_mean_image < first["train_error"]
     inputs = torch.tensor(images, dtype=torch.float32)
     with torch.no_grad():
-        outputs = trainer.parts.model(inputs)
+        outputs = trainer.components.model(inputs)
     loss = F.binary_cross_entropy_with_logits(outputs, inputs).item()
     assert last["train_loss"] == pytest.approx(loss, rel=1e-5)
     error = 100 * (outputs.sigmoid() - inputs).square().mean().sqrt().item()
     assert last["train_error"] == pytest.approx(error, rel=1e-5)
-    with pytest.raises(ConfigError, match="inputs: digits-autoencoder"):
+    with pytest.raises(ConfigError, match="inputs must be 'unit' for digits-autoencoder"):
         config_of(net="digits-autoencoder", inputs="normalised")
 
 
-# Bit for bit
+# Resumption, bit for bit
 
 
 def tensors_of(state, prefix=""):
-    """Every tensor and number of a nested state, by path."""
+    """Return every tensor and number of a nested state, by path."""
     if isinstance(state, dict):
         items = state.items()
     elif isinstance(state, (list, tuple)):
@@ -352,7 +355,7 @@ def tensors_of(state, prefix=""):
 
 
 def assert_same_state(found, expected):
-    """But for times, which are the machine's."""
+    """Compare everything except times."""
     found, expected = tensors_of(found), tensors_of(expected)
     assert found.keys() == expected.keys()
     for path, value in expected.items():
@@ -369,13 +372,13 @@ def checkpoint(path):
 
 
 @pytest.mark.parametrize("optimizer", ["kfc", "kfac", "sgd", "adam", "muon"])
-def test_slices_and_resumption_change_no_bit(digits, tmp_path, optimizer):
-    wishes = {"optimizer": optimizer, "epochs": 3, "evaluation_period": 0.7, "weight_decay": 1e-3}
-    run(tmp_path / "whole", digits, **wishes)
-    config = config_of(**wishes)
+def test_resumption_changes_no_bit(digits, tmp_path, optimizer):
+    settings = {"optimizer": optimizer, "epochs": 3, "evaluation_period": 0.7, "weight_decay": 1e-3}
+    run(tmp_path / "whole", digits, **settings)
+    config = config_of(**settings)
     trainer = Trainer.start(tmp_path / "parts", config, digits, name="run")
     while trainer.advance(0.02):
-        torch.randn(3)  # somebody else draws from the global generator
+        torch.randn(3)  # another use of the global generator
         trainer.save()
         trainer.close()
         trainer = Trainer.resume(RunFolder.open(tmp_path / "parts"), digits)
@@ -388,16 +391,16 @@ def test_slices_and_resumption_change_no_bit(digits, tmp_path, optimizer):
         }
 
 
-def test_dropout_goes_on_bit_for_bit(digits, tmp_path, monkeypatch):
+def test_dropout_resumes_bit_for_bit(digits, tmp_path, monkeypatch):
     (tmp_path / "withdropout.py").write_text(
         "from torch import nn\n"
         "def net():\n"
         "    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))\n"
     )
     monkeypatch.chdir(tmp_path)
-    wishes = {"net": "withdropout:net", "epochs": 2}
-    run(tmp_path / "whole", digits, **wishes)
-    trainer = Trainer.start(tmp_path / "parts", config_of(**wishes), digits, name="run")
+    settings = {"net": "withdropout:net", "epochs": 2}
+    run(tmp_path / "whole", digits, **settings)
+    trainer = Trainer.start(tmp_path / "parts", config_of(**settings), digits, name="run")
     while trainer.advance(0.01):
         trainer.save()
         trainer.close()
@@ -427,8 +430,8 @@ def test_a_checkpoint_of_another_network_is_refused(digits, tmp_path):
     folder.close()
 
 
-def test_same_seed_same_batches_and_weights(digits):
-    one, two = (Parts(config_of(optimizer=o), digits) for o in ("kfc", "sgd"))
+def test_the_seed_determines_batches_and_weights(digits):
+    one, two = (RunComponents(config_of(optimizer=o), digits) for o in ("kfc", "sgd"))
     for mine, theirs in zip(one.model.parameters(), two.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     for mine, theirs in zip(one.batches.epoch(0), two.batches.epoch(0), strict=True):

@@ -1,23 +1,35 @@
 """Natural-gradient training of convolutional networks with Kronecker Factors for Convolution."""
 
-from kfc import fisher, layers, patches
-from kfc.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from kfc.optimizers import KFAC, KFC
-from kfc.periods import Stretch
-from kfc.preconditioner import Preconditioner
+from kfc import fisher, layers, moments
+from kfc.curvature.options import EKFAC, PRONG, SUA, Diagonal, Kronecker
+from kfc.distributed.options import Parallel
+from kfc.fisher.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from kfc.optimizers import KFAC, KFC, Preconditioner
+from kfc.optimizers.options import Adaptation, FisherClip
+from kfc.schedule import Budget, Periods, Stretch
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "EKFAC",
     "KFAC",
     "KFC",
+    "PRONG",
+    "SUA",
+    "Adaptation",
     "Bernoulli",
+    "Budget",
     "Categorical",
+    "Diagonal",
+    "FisherClip",
     "Gaussian",
+    "Kronecker",
     "Likelihood",
+    "Parallel",
+    "Periods",
     "Preconditioner",
     "Stretch",
     "fisher",
     "layers",
-    "patches",
+    "moments",
 ]

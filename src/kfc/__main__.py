@@ -1,5 +1,5 @@
 """``python -m kfc`` is the ``kfc`` command."""
 
-from kfc.cli import app
+from kfc.lab.cli import app
 
 app()

@@ -1,134 +1,332 @@
-"""How often statistics and inverses are renewed, and how long the parts of a step take."""
+"""When statistics and inverses are due, and how long the parts of a step take."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 
-from kfc.budget import Budget, now
-from kfc.distributed import Workers
-from kfc.periods import Period, Stretch, is_due
+from kfc._checks import require_keys, require_number, require_whole
 
-# Why these: see docs/choosing.md.
-DEFAULT_STATISTICS_PERIOD = Stretch(10)
-DEFAULT_INVERSE_PERIOD = Stretch(20)
+# Steps measured for a budget. The first warms up and counts only if it is the only one.
+MEASURED_STEPS = 6
+# The longest period a budget may choose.
+LONGEST_PERIOD = 200
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A period that starts at 1 and grows with the run, up to a limit.
+
+    Curvature changes fastest at the start. Every step is due until step ``2 * pace - 1``, then
+    every ``step // pace``-th, so that nothing is older than about 1/pace of the run, nor older than
+    ``limit`` steps.
+    """
+
+    limit: int
+    pace: int = 12
+
+    def __post_init__(self) -> None:
+        require_whole("Stretch's limit", self.limit)
+        require_whole("Stretch's pace", self.pace)
+
+    def at(self, step: int) -> int:
+        """Return the period in force at a step."""
+        return min(self.limit, max(1, step // self.pace))
+
+
+Period = int | Stretch
+
+
+@dataclass(frozen=True)
+class Periods:
+    """Fixed or stretching periods of statistics and inverses, in steps.
+
+    Args:
+        statistics: T_s, the period of the factors' statistics: a number or a :class:`Stretch`.
+        inverse: T_f, the period of the inverses, likewise.
+    """
+
+    statistics: Period = Stretch(10)
+    inverse: Period = Stretch(20)
+
+    def __post_init__(self) -> None:
+        require_period("statistics", self.statistics)
+        require_period("inverse", self.inverse)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Periods chosen so that curvature adds at most ``overhead`` to the time of a step.
+
+    The first six steps are measured; then the shortest periods follow that satisfy
+
+        every_step + statistics / T_s + inverses / T_f  ≤  overhead · plain
+
+    (the paper's appendix A.3 does this by hand). ``diagnostics["periods"]`` shows the choice.
+
+    Args:
+        overhead: the allowed overhead relative to a step without curvature: 0.25 for a quarter.
+        statistics: T_s, if it should not be chosen.
+        inverse: T_f, if it should not be chosen.
+    """
+
+    overhead: float = 0.25
+    statistics: Period | None = None
+    inverse: Period | None = None
+
+    def __post_init__(self) -> None:
+        require_number("overhead", self.overhead, positive=True)
+        for name in ("statistics", "inverse"):
+            if getattr(self, name) is not None:
+                require_period(name, getattr(self, name))
+
+
+def require_period(name: str, period: object) -> None:
+    """Raise an error that names the argument unless it is a period."""
+    if not isinstance(period, Stretch):
+        require_whole(name, period)
+
+
+def is_due(period: Period, step: int) -> bool:
+    """Return whether a step, counted from 1, is due; the first always is."""
+    length = period.at(step) if isinstance(period, Stretch) else period
+    return step == 1 or step % length == 0
+
+
+def longest(period: Period) -> int:
+    """Return the period once it has finished stretching."""
+    return period.limit if isinstance(period, Stretch) else period
+
+
+def now(device: torch.device | None) -> float:
+    """Return the time in seconds, after waiting for the device if one is given."""
+    if device is not None and device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return perf_counter()
+
+
+class Seconds(NamedTuple):
+    """The seconds that the parts of a step take.
+
+    Attributes:
+        plain: forward and backward, without curvature.
+        every_step: what every step adds: natural gradient, checks, its share of exact norms.
+        statistics: gathering statistics once.
+        inverses: computing all inverses once.
+    """
+
+    plain: float
+    every_step: float
+    statistics: float
+    inverses: float
+
+    def overhead(self, statistics_period: Period, inverse_period: Period) -> float:
+        """Return the overhead relative to the plain step once the periods have stretched."""
+        extra = self.every_step
+        extra += self.statistics / longest(statistics_period)
+        extra += self.inverses / longest(inverse_period)
+        return extra / self.plain
+
+
+def periods_within(seconds: Seconds, budget: Budget) -> Periods:
+    """Return the shortest periods that keep within the budget.
+
+    T_s + T_f is as small as the budget allows, but inverses are not refreshed more often than the
+    statistics they depend on.
+    """
+    left = budget.overhead * seconds.plain - seconds.every_step
+    gathering, inverting = seconds.statistics, seconds.inverses
+    if budget.statistics is not None:
+        left -= gathering / longest(budget.statistics)
+        return Periods(budget.statistics, budget.inverse or _shortest(inverting, left))
+    if budget.inverse is not None:
+        left -= inverting / longest(budget.inverse)
+        return Periods(_shortest(gathering, left), budget.inverse)
+    if inverting <= gathering:
+        together = _shortest(gathering + inverting, left)
+        return Periods(together, together)
+    # The pair with gathering / T_s + inverting / T_f = left that has the smallest sum.
+    first = _shortest(gathering + math.sqrt(gathering * inverting), left)
+    return Periods(first, max(first, _shortest(inverting, left - gathering / first)))
+
+
+def _shortest(work: float, allowance: float) -> int:
+    """Return the shortest period at which the work per step is within the allowance."""
+    if work == 0:
+        return 1
+    if allowance <= 0:
+        return LONGEST_PERIOD
+    return min(LONGEST_PERIOD, max(1, math.ceil(work / allowance)))
 
 
 class Schedule:
-    """Periods, given or chosen from a budget after measuring a few steps.
+    """The periods in force, the times of a step's parts, and the measurements for a budget.
 
     Args:
-        overhead: the budget, if there is one.
-        device: of the model; waited for while parts are measured.
+        options: the periods, or the budget they are chosen from.
+        device: the model's device, which is waited for while parts are measured.
+        mean_over_ranks: averages numbers over all ranks, so that they choose the same periods.
+        norm_rate: the expected number of exact Fisher norms per step.
 
     Attributes:
-        clock_device: the device to wait for when looking at the clock, if any.
-        seconds: by part, of the last time it was done, as the host sees them.
-        total_seconds: of all times.
-        norm_rate: how many exact Fisher norms an optimizer expects to take per step.
+        periods: the periods in force.
+        seconds: the time of each part when it was last done, as the host sees it.
+        total_seconds: the time of each part since the start.
     """
 
     def __init__(
         self,
-        statistics_period: Period | None,
-        inverse_period: Period | None,
-        overhead: float | None,
+        options: Periods | Budget,
         device: torch.device,
-        workers: Workers,
+        mean_over_ranks: Callable[[Sequence[float]], list[float]],
+        norm_rate: float,
     ) -> None:
-        self.statistics_period: Period = statistics_period or DEFAULT_STATISTICS_PERIOD
-        self.inverse_period: Period = inverse_period or DEFAULT_INVERSE_PERIOD
-        self.budget: Budget | None = None
-        if overhead is not None:
-            self.budget = Budget(overhead, statistics_period, inverse_period)
-        self.clock_device: torch.device | None = None
+        self.budget = options if isinstance(options, Budget) else None
         self.seconds: dict[str, float] = {}
         self.total_seconds: dict[str, float] = {}
-        self.norm_rate = 0.0
         self._device = device
-        self._workers = workers
-        self._measured: dict[str, float] = {}
-        self._set_periods()
+        self._mean_over_ranks = mean_over_ranks
+        self._norm_rate = norm_rate
+        # The measurements of the step in progress and of the steps before, until the choice.
+        self._current: dict[str, float] = {}
+        self._samples: dict[str, list[float]] = {}
+        self._measured: Seconds | None = None
+        self.periods = options if isinstance(options, Periods) else _measuring_periods(options)
+
+    @property
+    def measuring(self) -> bool:
+        return self.budget is not None and self._measured is None
+
+    @property
+    def clock_device(self) -> torch.device | None:
+        """The device to wait for when reading the clock, while parts are measured."""
+        return self._device if self.measuring else None
 
     def statistics_are_due(self, step: int) -> bool:
-        return is_due(self.statistics_period, step)
+        return is_due(self.periods.statistics, step)
 
     def inverses_are_due(self, step: int) -> bool:
-        return is_due(self.inverse_period, step)
+        return is_due(self.periods.inverse, step)
+
+    def lengths(self, step: int) -> dict[str, int]:
+        """Return the periods in force at a step, in steps."""
+        pairs = (("statistics", self.periods.statistics), ("inverse", self.periods.inverse))
+        return {name: p.at(step) if isinstance(p, Stretch) else p for name, p in pairs}
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Keep the seconds that a part of the step took."""
+        """Record the seconds that a part of the step takes."""
         start = now(self.clock_device)
         yield
-        elapsed = now(self.clock_device) - start
+        self.add_seconds(part, now(self.clock_device) - start)
+
+    def add_seconds(self, part: str, elapsed: float) -> None:
         self.seconds[part] = elapsed
         self.total_seconds[part] = self.total_seconds.get(part, 0.0) + elapsed
 
-    # Measuring
+    # Measuring for a budget
 
-    def begin_measuring(self, started: float | None, spent: float) -> None:
-        """When a step begins: what the user's own part of it took.
+    def begin_measuring(self, started: float | None, gathering: float) -> None:
+        """Measure what the user's own part of the step took.
 
         Args:
-            started: when its first forward pass began.
-            spent: the seconds of gathering since then.
+            started: when the step's first forward pass began; ``None``: the step is not measured.
+            gathering: seconds of gathering statistics since then.
         """
-        self.forget()
-        if self.budget is not None and self.budget.measuring and started is not None:
-            self._measured = {"plain": now(self.clock_device) - started - spent}
+        self._current = {}
+        if self.measuring and started is not None:
+            self._current = {"plain": now(self.clock_device) - started - gathering}
 
-    def end_measuring(self, step: int, spent: float) -> None:
-        """When a measured step ends: what was ours; and the periods, if it was the last."""
-        if not self._measured:
+    def end_measuring(self, step: int, gathering: float) -> None:
+        """Measure our part of the step, and choose the periods after the last measured step."""
+        if not self._current:
             return
         assert self.budget is not None
         every_step = self.seconds["check"] + self.seconds["natural gradient"]
-        self._measured["every_step"] = every_step + self.norm_rate * self.seconds.get("clip", 0.0)
-        if spent:
-            self._measured["statistics"] = spent + self.seconds["averages"]
+        self._current["every_step"] = every_step + self._norm_rate * self.seconds.get("clip", 0.0)
+        if gathering:
+            self._current["statistics"] = gathering + self.seconds["averages"]
         if self.inverses_are_due(step):
-            self._measured["inverses"] = self.seconds["inverses"]
-        # All ranks must come to the same periods.
-        means = self._workers.mean(list(self._measured.values()))
-        self.budget.add(dict(zip(self._measured, means, strict=True)))
-        self._set_periods()
+            self._current["inverses"] = self.seconds["inverses"]
+        means = self._mean_over_ranks(list(self._current.values()))
+        for name, value in zip(self._current, means, strict=True):
+            self._samples.setdefault(name, []).append(value)
+        self._current = {}
+        if len(self._samples["plain"]) == MEASURED_STEPS:
+            self._choose(self.budget)
 
-    def forget(self) -> None:
-        """The step in progress is not to be measured."""
-        self._measured = {}
-
-    def _set_periods(self) -> None:
-        if self.budget is not None:
-            self.statistics_period, self.inverse_period = self.budget.periods()
-            self.clock_device = self._device if self.budget.measuring else None
-
-    def length(self, name: str, step: int) -> int:
-        """Of the period of "statistics" or "inverse" in force at a step."""
-        period = self.statistics_period if name == "statistics" else self.inverse_period
-        return period.at(step) if isinstance(period, Stretch) else period
+    def _choose(self, budget: Budget) -> None:
+        medians = {
+            n: statistics.median(values[1:] or values) for n, values in self._samples.items()
+        }
+        self._measured = Seconds(*(medians.get(name, 0.0) for name in Seconds._fields))
+        self.periods = periods_within(self._measured, budget)
+        self._samples = {}
+        expected = self._measured.overhead(self.periods.statistics, self.periods.inverse)
+        if expected > budget.overhead * (1 + 1e-6):
+            warnings.warn(
+                f"an overhead of {budget.overhead:g} cannot be kept: {expected:.2f} is expected "
+                f"with {self.periods}. Steps this short need a larger batch or budget",
+                stacklevel=2,
+            )
 
     def describe(self, step: int) -> dict[str, Any]:
-        """The periods in force at a step; and why, if they follow from a budget."""
-        lengths = {name: self.length(name, step) for name in ("statistics", "inverse")}
-        return {**lengths, **({} if self.budget is None else self.budget.summary())}
+        """Return the periods in force at a step and, for a budget, what they were chosen by."""
+        if self.budget is None:
+            return dict(self.lengths(step))
+        measured = self._measured
+        expected = measured and measured.overhead(self.periods.statistics, self.periods.inverse)
+        return {
+            **self.lengths(step),
+            "budget": self.budget.overhead,
+            "expected_overhead": expected,
+            "measured_seconds": measured and measured._asdict(),
+        }
 
     # State
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Of the budget, if there is one."""
-        return None if self.budget is None else self.budget.state_dict()
+        """Return the state of the budget, if there is one."""
+        if self.budget is None:
+            return None
+        return {
+            "overhead": self.budget.overhead,
+            "samples": {name: list(values) for name, values in self._samples.items()},
+            "seconds": None if self._measured is None else list(self._measured),
+        }
 
     @staticmethod
     def check_state(state: Mapping[str, Any] | None) -> None:
-        """Raise ``ValueError`` if it is not what ``state_dict`` gives."""
-        if state is not None:
-            Budget.check_state(state)
+        """Raise ``ValueError`` unless the state is one that ``state_dict`` returns."""
+        if state is None:
+            return
+        require_keys("budget state", state, ("overhead", "samples", "seconds"))
+        seconds, samples = state["seconds"], state["samples"]
+        if seconds is not None:
+            if not isinstance(seconds, list) or len(seconds) != len(Seconds._fields):
+                raise ValueError(f"the budget state's seconds must be {Seconds._fields}")
+            for name, value in zip(Seconds._fields, seconds, strict=True):
+                require_number(f"the budget state's {name}", value)
+        if not isinstance(samples, Mapping) or not set(samples) <= set(Seconds._fields):
+            raise ValueError(f"the budget state's samples must be of {Seconds._fields}")
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        if self.budget is not None and state is not None:
-            self.budget.load_state_dict(state)
-            self._set_periods()
+        """Restore the choice made for the same budget; for another budget, measure again."""
+        if self.budget is None or state is None or state["overhead"] != self.budget.overhead:
+            return
+        self._samples = {name: list(values) for name, values in state["samples"].items()}
+        self._measured = None if state["seconds"] is None else Seconds(*state["seconds"])
+        self.periods = _measuring_periods(self.budget)
+        if self._measured is not None:
+            self.periods = periods_within(self._measured, self.budget)
+
+
+def _measuring_periods(budget: Budget) -> Periods:
+    """Return the periods while steps are measured: everything that may be chosen is due."""
+    return Periods(budget.statistics or 1, budget.inverse or 1)

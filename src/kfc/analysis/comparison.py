@@ -1,4 +1,4 @@
-"""Approximations of a layer's Fisher block beside the exact one, in numbers."""
+"""Compare approximations of a layer's Fisher block with the exact block."""
 
 from __future__ import annotations
 
@@ -11,52 +11,44 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfc._checks import require_choice, require_number, require_whole
 from kfc.analysis.approximations import APPROXIMATIONS
-from kfc.analysis.blocks import (
-    DEFAULT_MAX_GIB,
-    GIB,
-    NEGATIVE_TOLERANCE,
-    Block,
-    TooLargeError,
-    in_widest,
-)
+from kfc.analysis.blocks import DEFAULT_MAX_GIB, GIB, Block, TooLargeError, in_widest
 from kfc.analysis.exact import ExactBlock
 from kfc.analysis.krylov import UnsolvableError, operator_norm, random_start
-from kfc.analysis.recording import LayerRecord, factored_layers, record_layer, run_model
-from kfc.buffers import SavedBuffers
-from kfc.capture import suspended
-from kfc.checks import require_choice, require_number, require_whole
-from kfc.fisher import Output, select_output
-from kfc.likelihoods import Likelihood
-from kfc.randomness import accelerators_of, forked_random_state
+from kfc.analysis.recording import LayerRecord, factored_layers, record_layer, run_model, unchanged
+from kfc.fisher.likelihoods import Likelihood
+from kfc.fisher.products import Output
 
 Progress = Callable[[str, str], None]
 
-# Up to here the error is computed from dense forms.
+# Errors of blocks with at most this many rows are computed from dense forms.
 DENSE_SIZE = 512
 DEFAULT_PROBES = 32
 # The relative residual of natural gradients that are found by products alone.
 SOLUTION_TOLERANCE = 1e-3
+# The number of eigenvectors that are treated exactly where the rest is estimated from probes.
 DEFLATED = 32
 
 
 @dataclass(frozen=True)
 class Quality:
-    """How good one approximation F̂ of a block F is.
+    """The quality of one approximation F̂ of a block F.
 
     Attributes:
         frobenius_error: ‖F̂ - F‖ / ‖F‖ in the Frobenius norm.
-        frobenius_uncertainty: its standard error, 0 where it was computed exactly.
+        frobenius_uncertainty: the standard error of ``frobenius_error``; 0 if it was computed
+            exactly.
         operator_error: ‖F̂ - F‖ / ‖F‖ in the operator norm, to about 1% (Lanczos' method).
-        cosine: of the angle between (F̂ + δ)⁻¹ g and the exact damped natural gradient; each, if it
-            has to be found by products, to a relative residual of 0.001.
-        decrease: what a step along (F̂ + δ)⁻¹ g makes the loss decrease by, to first order, relative
-            to the exact natural gradient of the same norm vᵀ(F + δ)v: at the same KL divergence
+        cosine: the cosine of the angle between (F̂ + δ)⁻¹ g and the exact damped natural gradient.
+            Either has a relative residual of 0.001 if it has to be found by products alone.
+        decrease: the first-order decrease of the loss by a step along (F̂ + δ)⁻¹ g, relative to that
+            of the exact natural gradient with the same vᵀ(F + δ)v, and so at the same KL divergence
             from the model before the step. At most 1.
         trace_ratio: tr F̂ / tr F.
-        smallest_eigenvalue: relative to the largest magnitude of one.
+        smallest_eigenvalue: the smallest eigenvalue of F̂, relative to the largest magnitude.
         positive: whether F̂ is positive semi-definite, up to rounding.
-        spectrum: F̂'s largest eigenvalues, descending; ``None`` where they are not at hand.
+        spectrum: the eigenvalues of F̂, descending; ``None`` if they are not known.
     """
 
     frobenius_error: float
@@ -72,14 +64,16 @@ class Quality:
 
 @dataclass(frozen=True)
 class LayerComparison:
-    """One layer's exact block, and every approximation of it.
+    """The exact block of one layer, and the quality of each approximation.
 
     Attributes:
-        shape: (groups, I, n) of the layer's gradient.
-        gradients: how many gradients of single examples the exact block is made of.
-        spectrum: the exact block's largest eigenvalues, descending; ``None`` if too large.
-        approximations: by name, as in ``APPROXIMATIONS``.
-        left_out: those that are too large, or could not be solved, by name, and why.
+        layer: the layer's name in ``model.named_modules()``.
+        shape: the shape (groups, I, n) of the layer's gradient.
+        gradients: the number of gradients of single examples in the exact block.
+        trace, operator_norm: those of the exact block.
+        spectrum: the eigenvalues of the exact block, descending; ``None`` if it is too large.
+        approximations: the qualities by name, as in ``APPROXIMATIONS``.
+        left_out: the reason for each approximation that was too large or could not be solved.
     """
 
     layer: str
@@ -108,23 +102,23 @@ def compare_approximations(
     max_gib: float = DEFAULT_MAX_GIB,
     progress: Progress | None = None,
 ) -> dict[str, LayerComparison]:
-    """Per layer, how far each approximation is from the exact block, and what that costs.
+    """Compare each approximation of each layer's Fisher block with the exact block.
 
     Args:
-        model: in the mode it is to be analysed in (usually after ``model.eval()``).
-        inputs: one batch: a tensor, a tuple of arguments, or a dict of them.
-        layers: names in ``model.named_modules()``; by default all that have Kronecker factors.
-        loss: of the model's outputs, a scalar; its gradient is what natural gradients are made of.
-            By default the gradient for targets drawn from the model.
+        layers: names in ``model.named_modules()``; by default all layers with Kronecker factors.
+        loss: returns the loss, a scalar, of the model's outputs. Natural gradients are those of its
+            gradient; by default, of the gradient for targets drawn from the model.
         approximations: keys of ``kfc.analysis.APPROXIMATIONS``; by default all.
-        damping: δ, added to every block.
-        likelihood: what the outputs parametrise; see :class:`kfc.Likelihood`.
-        samples: how many targets to draw for every example; ``None`` enumerates them, exactly.
-        output: picks the tensor of outputs from what the model returns.
-        seed: of drawn targets and of the probes.
-        probes: random vectors by which the Frobenius norms of large blocks are estimated.
-        max_gib: memory for the largest arrays of one layer.
-        progress: called with the layer and the approximation that comes next.
+        damping: δ, which is added to every block.
+        seed: the seed of drawn targets and of the probes.
+        probes: the number of random vectors that estimate Frobenius norms of large blocks.
+        max_gib: the memory for the largest arrays of one layer.
+        progress: called with the names of the layer and of the approximation that comes next.
+
+    The other arguments are those of :func:`record_layer`.
+
+    Returns:
+        The comparisons by layer name.
     """
     require_number("damping", damping, positive=True)
     require_whole("probes", probes, low=2)
@@ -153,8 +147,8 @@ def compare_approximations(
 
 
 def mean_gradient(record: LayerRecord) -> Tensor:
-    """(groups, I, n): the sum over draws and mean over examples."""
-    total = torch.zeros(record.shape, dtype=record.dtype, device=record.device)
+    """Return the sum over draws and mean over examples of gradients, (groups, I, n)."""
+    total = record.zeros(*record.shape)
     for _, gradients in record.gradient_chunks():
         total += gradients.sum((0, 1))
     return total / record.examples
@@ -167,16 +161,13 @@ def loss_gradient(
     loss: Callable[[Tensor], Tensor],
     output: Output | None,
 ) -> Tensor:
-    """(groups, I, n): of loss(outputs) in the layer's trained parameters; the model stays as is."""
-    trained = record.handler.trained()
-    buffers = SavedBuffers(model)
-    try:
-        with suspended(), forked_random_state(accelerators_of(model)), torch.enable_grad():
-            value = loss(select_output(run_model(model, inputs), output))
-            gradients = torch.autograd.grad(value, list(trained.values()))
-    finally:
-        buffers.restore()
-    return record.matrix(dict(zip(trained, gradients, strict=True)))
+    """Return the gradient of loss(outputs) in the layer's trained parameters, (groups, I, n)."""
+    trained = record.layer.trained()
+    with unchanged(model):
+        value = loss(run_model(model, inputs, output))
+        gradients = torch.autograd.grad(value, list(trained.values()))
+    by_role = dict(zip(trained, gradients, strict=True))
+    return record.layer.to_matrix(by_role).to(record.dtype)
 
 
 def compare_blocks(
@@ -190,44 +181,50 @@ def compare_blocks(
     max_gib: float = DEFAULT_MAX_GIB,
     progress: Progress | None = None,
 ) -> LayerComparison:
-    """Approximations of a recorded layer's block; arguments as in ``compare_approximations``."""
-    if progress is not None:
-        progress(record.name, "exact block")
+    """Compare approximations of a recorded layer's block with the exact block.
+
+    Args:
+        gradient: the gradient to compute natural gradients of, (groups, I, n).
+        names: keys of ``kfc.analysis.APPROXIMATIONS``.
+
+    The other arguments are those of :func:`compare_approximations`.
+    """
+    tell = progress or (lambda layer, step: None)
+    tell(record.name, "exact block")
     exact = ExactBlock(record, max_gib)
     exact.tolerance = SOLUTION_TOLERANCE
-    truth = _Truth(exact, gradient, damping, probes, seed)
+    reference = _Reference(exact, gradient, damping, probes, seed)
     qualities, left_out = {}, {}
     for name in names:
-        if progress is not None:
-            progress(record.name, APPROXIMATIONS[name].title)
+        tell(record.name, APPROXIMATIONS[name].title)
         try:
-            qualities[name] = truth.quality(_built(name, record, max_gib))
+            qualities[name] = reference.quality(_build(name, record, max_gib))
         except (TooLargeError, UnsolvableError) as error:
             left_out[name] = str(error)
     return LayerComparison(
         record.name,
         record.shape,
         exact.rows,
-        truth.trace,
-        truth.norm,
+        reference.trace,
+        reference.norm,
         exact.spectrum(),
         qualities,
         left_out,
     )
 
 
-def _built(name: str, record: LayerRecord, max_gib: float) -> Block:
+def _build(name: str, record: LayerRecord, max_gib: float) -> Block:
     approximation = APPROXIMATIONS[name]
     needed = approximation.elements(record) * record.dtype.itemsize / GIB
     if needed > max_gib:
-        raise TooLargeError(f"it takes {needed:.1f} GiB, more than {max_gib:g}")
+        raise TooLargeError(f"it needs {needed:.1f} GiB, more than {max_gib:g}")
     block = approximation.build(record)
     block.tolerance = SOLUTION_TOLERANCE
     return block
 
 
-class _Truth:
-    """The exact block, with all that every approximation is compared to."""
+class _Reference:
+    """The exact block, with everything that approximations are compared with."""
 
     def __init__(
         self, exact: ExactBlock, gradient: Tensor, damping: float, probes: int, seed: int
@@ -246,67 +243,59 @@ class _Truth:
             self._draw_probes(probes, seed)
 
     def _draw_probes(self, probes: int, seed: int) -> None:
-        """Random vectors, and the largest eigenvectors, which would make their spread large.
+        """Draw random signs z, and treat the largest eigenvectors exactly to reduce the variance.
 
-        With Q the eigenvectors and P = 1 - QQᵀ, ‖E‖² = ‖EQ‖² + E‖EPz‖² for random signs z.
+        With the eigenvectors Q and P = 1 - QQᵀ, an error E has ‖E‖² = ‖EQ‖² + E‖EPz‖².
         """
-        exact = self.exact
-        signs = random_start((probes, *exact.shape), exact.like, seed).sign()
-        self.top = exact.like.new_zeros(0, *exact.shape)
-        self.top_images = self.top
-        if exact.is_decomposable():
-            values, self.top = exact.top_eigenvectors(DEFLATED)
-            self.top_images = values.to(self.top).reshape(-1, 1, 1, 1) * self.top
-            inside = signs.flatten(1) @ self.top.flatten(1).mT
-            signs = signs - (inside @ self.top.flatten(1)).reshape(signs.shape)
-        self.probes, self.probe_images = signs, exact.product(signs)
+        self.probes = probes
+        vectors = random_start((probes, *self.exact.shape), self.exact.like, seed).sign()
+        if self.exact.is_decomposable():
+            _, top = self.exact.top_eigenvectors(DEFLATED)
+            inside = vectors.flatten(1) @ top.flatten(1).mT @ top.flatten(1)
+            vectors = torch.cat([vectors - inside.reshape(vectors.shape), top])
+        self.vectors, self.images = vectors, self.exact.product(vectors)
 
     def quality(self, block: Block) -> Quality:
-        error, uncertainty = self._frobenius_error(block)
+        frobenius_error, uncertainty, operator_error = self._errors(block)
         natural = block.solve(self.gradient, self.damping)
         spectrum = block.spectrum()
         norm = block.operator_norm() if spectrum is not None else 0.0
         smallest = block.smallest_eigenvalue() / norm if norm else 0.0
         return Quality(
-            frobenius_error=error,
+            frobenius_error=frobenius_error,
             frobenius_uncertainty=uncertainty,
-            operator_error=self._operator_error(block),
+            operator_error=operator_error,
             cosine=_cosine(natural, self.natural),
             decrease=self._decrease(natural),
             trace_ratio=block.trace() / self.trace if self.trace else math.nan,
             smallest_eigenvalue=smallest,
-            positive=smallest >= -NEGATIVE_TOLERANCE,
+            positive=block.is_positive(),
             spectrum=spectrum,
         )
 
-    def _operator_error(self, block: Block) -> float:
+    def _errors(self, block: Block) -> tuple[float, float, float]:
+        """Return the Frobenius error, its standard error, and the operator error."""
+        if not self.norm:
+            return math.nan, 0.0, math.nan
         if self.is_small:
-            difference = torch.linalg.matrix_norm(block.dense() - self.dense, 2).item()
-        else:
-            difference = operator_norm(
-                lambda v: block.product(v) - self.exact.product(v), self.start
-            )
-        return difference / self.norm if self.norm else math.nan
-
-    def _frobenius_error(self, block: Block) -> tuple[float, float]:
-        """‖F̂ - F‖ / ‖F‖, and its standard error."""
-        if self.is_small:
-            norm = float(self.dense.norm())
-            error = float((block.dense() - self.dense).norm())
-            return (error / norm, 0.0) if norm else (math.nan, 0.0)
-        outside = (block.product(self.probes) - self.probe_images).square().sum((1, 2, 3))
-        inside = (block.product(self.top) - self.top_images).square().sum() if len(self.top) else 0
-        return _root_of_ratio(outside + inside, self._squared_norms())
+            error = block.dense() - self.dense
+            operator = torch.linalg.matrix_norm(error, 2).item()
+            return float(error.norm()) / float(self.dense.norm()), 0.0, operator / self.norm
+        operator = operator_norm(lambda v: block.product(v) - self.exact.product(v), self.start)
+        squares = (block.product(self.vectors) - self.images).square().sum((1, 2, 3))
+        of_probes = squares[: self.probes] + squares[self.probes :].sum()
+        ratio, uncertainty = _root_of_ratio(of_probes, self._squared_norms())
+        return ratio, uncertainty, operator / self.norm
 
     def _squared_norms(self) -> Tensor:
-        """‖F‖² for every probe: exactly, or as each of them estimates it."""
+        """Return ‖F‖² for every probe: the exact value, or the estimate of each probe."""
         spectrum = self.exact.spectrum()
         if spectrum is None:
-            return self.probe_images.square().sum((1, 2, 3))
-        return spectrum.square().sum().to(self.probes).expand(len(self.probes))
+            return self.images.square().sum((1, 2, 3))
+        return spectrum.square().sum().to(self.images).expand(self.probes)
 
     def _decrease(self, natural: Tensor) -> float:
-        """gᵀv at equal vᵀ(F + δ)v, relative to the largest there is."""
+        """Return gᵀv for v scaled to a given vᵀ(F + δ)v, relative to the largest possible gᵀv."""
         image = self.exact.product(natural) + self.damping * natural
         length = _dot(natural, image)
         best = _dot(self.gradient, self.natural)
@@ -316,10 +305,8 @@ class _Truth:
 
 
 def _root_of_ratio(above: Tensor, below: Tensor) -> tuple[float, float]:
-    """The root of the ratio of two means, and its standard error (jackknife)."""
+    """Return the root of the ratio of two means, and its standard error (jackknife)."""
     count = len(above)
-    if not bool(below.any()):
-        return math.nan, 0.0
     ratio = float((above.sum() / below.sum()).sqrt())
     without = ((above.sum() - above) / (below.sum() - below)).sqrt()
     deviation = (without - without.mean()).square().sum() * (count - 1) / count

@@ -1,18 +1,20 @@
-"""Blocks that are second moments of the layer's gradients: the exact one, and Lemma 1's."""
+"""The exact Fisher block of a layer, and the one that assumes IAD alone (Lemma 1)."""
 
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kfc._checks import require_number, widest
 from kfc.analysis.blocks import DEFAULT_MAX_GIB, GIB, Block, reciprocal
 from kfc.analysis.recording import LayerRecord, record_layer
-from kfc.checks import require_number, widest
-from kfc.fisher import Output
-from kfc.likelihoods import Likelihood
+from kfc.analysis.training import diagonal
+from kfc.fisher.likelihoods import Likelihood
+from kfc.fisher.products import Output
 
 
 def exact_block(
@@ -26,27 +28,16 @@ def exact_block(
     seed: int = 0,
     max_gib: float = DEFAULT_MAX_GIB,
 ) -> ExactBlock:
-    """The exact Fisher block of one layer on one batch (eqn 18).
+    """Return the exact Fisher block of one layer on one batch (eqn 19).
 
     Args:
-        model: in the mode it is to be analysed in (usually after ``model.eval()``).
-        inputs: one batch: a tensor, a tuple of arguments, or a dict of them.
-        layer: its name in ``model.named_modules()``; linear or convolutional.
-        likelihood: what the outputs parametrise; see :class:`kfc.Likelihood`.
-        samples: how many targets to draw for every example; ``None`` enumerates them, exactly.
-        output: picks the tensor of outputs from what the model returns.
-        seed: of the drawn targets.
-        max_gib: memory for the gradients of single examples. Past it products are computed from
-            activations and derivatives, and systems solved by conjugate gradients.
+        max_gib: the memory for the gradients of single examples. If they need more, products are
+            computed from activations and derivatives, and systems solved by conjugate gradients.
+
+    The other arguments are those of :func:`record_layer`.
     """
     record = record_layer(
-        model,
-        inputs,
-        layer,
-        likelihood=likelihood,
-        samples=samples,
-        output=output,
-        seed=seed,
+        model, inputs, layer, likelihood=likelihood, samples=samples, output=output, seed=seed
     )
     return ExactBlock(record, max_gib)
 
@@ -55,33 +46,34 @@ class ExactBlock(Block):
     """E[vec G vec Gᵀ] over the gradients G of single examples and draws.
 
     With N = draws · examples gradients as the rows of X, divided by the root of the number of
-    examples, the block is XᵀX. Whatever is needed of its spectrum comes from the smaller of XᵀX
-    and XXᵀ, if that fits into ``max_gib``.
+    examples, the block is XᵀX. Its spectrum is computed from the smaller of XᵀX and XXᵀ, if that
+    fits into ``max_gib``.
+
+    Attributes:
+        rows: N.
     """
 
     def __init__(self, record: LayerRecord, max_gib: float = DEFAULT_MAX_GIB) -> None:
         require_number("max_gib", max_gib, positive=True)
-        super().__init__(record.shape, torch.empty(0, dtype=record.dtype, device=record.device))
+        super().__init__(record.shape, record.zeros(0))
         self.record = record
         self.max_gib = max_gib
         self.rows = record.draws * record.examples
-        self._kept: Tensor | None = None
-        self._decomposition: tuple[Tensor, Tensor] | None = None
 
     # Products
 
     def coefficients(self, vector: Tensor) -> Tensor:
-        """X v, (..., draws · examples)."""
-        if self._keeps_gradients():
-            return vector.flatten(-3) @ self._gradients().mT
+        """Return X v, (..., draws · examples)."""
+        if self.keeps_gradients():
+            return vector.flatten(-3) @ self._gradients.mT
         flat = vector.reshape(-1, *self.shape)
         found = [self._coefficients_of_one(one) for one in flat]
         return torch.stack(found).reshape(*vector.shape[:-3], self.rows)
 
     def combination(self, coefficients: Tensor) -> Tensor:
-        """Xᵀ c, (..., groups, I, n)."""
-        if self._keeps_gradients():
-            found: Tensor = (coefficients @ self._gradients()).unflatten(-1, self.shape)
+        """Return Xᵀ c, (..., groups, I, n)."""
+        if self.keeps_gradients():
+            found: Tensor = (coefficients @ self._gradients).unflatten(-1, self.shape)
             return found
         flat = coefficients.reshape(-1, self.rows)
         each = [self._combination_of_one(one) for one in flat]
@@ -91,7 +83,7 @@ class ExactBlock(Block):
         return self.combination(self.coefficients(vector))
 
     def _coefficients_of_one(self, vector: Tensor) -> Tensor:
-        """⟨G, V⟩ = Σ_t Ds_t · V a_t, without the gradients."""
+        """Return ⟨G, V⟩ = Σ_t Ds_t · V a_t for every G, without computing G."""
         parts = [
             (derivatives * (activations @ vector.mT)).sum((-3, -2, -1))
             for _, activations, derivatives in self.record.row_chunks()
@@ -99,7 +91,7 @@ class ExactBlock(Block):
         return torch.cat(parts, dim=1).flatten() / math.sqrt(self.record.examples)
 
     def _combination_of_one(self, coefficients: Tensor) -> Tensor:
-        """Σ c G = Σ_t (Σ c Ds_t) a_t, without the gradients."""
+        """Return Σ c G = Σ_t (Σ c Ds_t) a_t, without computing any G."""
         weights = coefficients.unflatten(0, (self.record.draws, self.record.examples))
         total = coefficients.new_zeros(self.shape)
         for part, activations, derivatives in self.record.row_chunks():
@@ -107,29 +99,26 @@ class ExactBlock(Block):
             total += _over_rows(scaled).mT @ _over_rows(activations)
         return total / math.sqrt(self.record.examples)
 
-    def _keeps_gradients(self) -> bool:
+    def keeps_gradients(self) -> bool:
+        """Return whether X fits into memory."""
         return self.rows * self.size * self.like.element_size() <= self.max_gib * GIB
 
+    @cached_property
     def _gradients(self) -> Tensor:
         """X, (draws · examples, size); a row is G.flatten()."""
-        if self._kept is None:
-            kept = self.like.new_empty(self.record.draws, self.record.examples, self.size)
-            for part, gradients in self.record.gradient_chunks():
-                kept[:, part] = gradients.flatten(2)
-            self._kept = kept.div_(math.sqrt(self.record.examples)).flatten(0, 1)
-        return self._kept
+        kept = self.like.new_empty(self.record.draws, self.record.examples, self.size)
+        for part, gradients in self.record.gradient_chunks():
+            kept[:, part] = gradients.flatten(2)
+        return kept.div_(math.sqrt(self.record.examples)).flatten(0, 1)
 
-    # What follows from them
+    # Traces, spectra, solutions
 
     def trace(self) -> float:
         return float(self.diagonal().sum())
 
     def diagonal(self) -> Tensor:
-        """(groups, I, n)"""
-        total = self.like.new_zeros(self.shape)
-        for _, gradients in self.record.gradient_chunks():
-            total += gradients.square().sum((0, 1))
-        return total / self.record.examples
+        """Return the diagonal, (groups, I, n)."""
+        return diagonal(self.record)
 
     def dense(self) -> Tensor:
         total = self.like.new_zeros(self.size, self.size)
@@ -139,12 +128,12 @@ class ExactBlock(Block):
         return total / self.record.examples
 
     def spectrum(self) -> Tensor | None:
-        return None if not self.is_decomposable() else self._eigen()[0].clamp(min=0).flip(0)
+        return self._eigen[0].clamp(min=0).flip(0) if self.is_decomposable() else None
 
     def solve(self, vector: Tensor, damping: float) -> Tensor:
         if not self.is_decomposable():
             return self._solve_by_products(vector, damping)
-        values, basis = self._eigen()
+        values, basis = self._eigen
         if self._is_tall():
             rotated = vector.mT.flatten(-3).to(basis) @ basis
             solution = (rotated * reciprocal(values, damping)) @ basis.mT
@@ -156,8 +145,8 @@ class ExactBlock(Block):
         return (vector - self.combination(inner.to(vector))) / damping
 
     def top_eigenvectors(self, count: int) -> tuple[Tensor, Tensor]:
-        """The largest eigenvalues, descending, and their vectors (count, groups, I, n)."""
-        values, basis = self._eigen()
+        """Return the largest eigenvalues, descending, and their vectors (count, groups, I, n)."""
+        values, basis = self._eigen
         count = min(count, int((values > 1e-10 * values[-1]).sum()))
         if count == 0:
             return values[:0], self.like.new_zeros(0, *self.shape)
@@ -168,27 +157,27 @@ class ExactBlock(Block):
         return values, vectors / values.sqrt().to(vectors).reshape(-1, 1, 1, 1)
 
     def is_decomposable(self) -> bool:
-        """Whether the smaller of XᵀX and XXᵀ fits into memory, and X too if that is XXᵀ."""
-        # With as much again for the decomposition, in double precision.
+        """Return whether the smaller of XᵀX and XXᵀ, and for XXᵀ also X, fits into memory."""
+        # In double precision, with as much again for the decomposition.
         small = 16 * min(self.rows, self.size) ** 2 <= self.max_gib * GIB
-        return small and (self._is_tall() or self._keeps_gradients())
+        return small and (self._is_tall() or self.keeps_gradients())
 
     def _is_tall(self) -> bool:
         return self.size <= self.rows
 
+    @cached_property
     def _eigen(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues, ascending, and vectors of the smaller of XᵀX and XXᵀ."""
-        if self._decomposition is None:
-            wide = widest(self.record.device)
-            if self._is_tall():
-                small = self.dense().to(wide)
-            else:
-                small = self.like.new_zeros(self.rows, self.rows, dtype=wide)
-                for columns in self._gradients().split(1 << 12, dim=1):
-                    columns = columns.to(wide)
-                    small.addmm_(columns, columns.mT)
-            self._decomposition = tuple(torch.linalg.eigh(small))
-        return self._decomposition
+        """The eigenvalues, ascending, and eigenvectors of the smaller of XᵀX and XXᵀ."""
+        wide = widest(self.record.device)
+        if self._is_tall():
+            small = self.dense().to(wide)
+        else:
+            small = self.like.new_zeros(self.rows, self.rows, dtype=wide)
+            for columns in self._gradients.split(1 << 12, dim=1):
+                columns = columns.to(wide)
+                small.addmm_(columns, columns.mT)
+        values, basis = torch.linalg.eigh(small)
+        return values, basis
 
     def _from_order_of_dense(self, flat: Tensor) -> Tensor:
         groups, rows, columns = self.shape
@@ -197,23 +186,23 @@ class ExactBlock(Block):
 
 
 class IndependentBlock(Block):
-    """Lemma 1: activations and derivatives as if they were independent (IAD), and no more.
+    """Σ_t Σ_t′ E[a_t a_t′ᵀ] ⊗ E[Ds_t Ds_t′ᵀ]: activations independent of derivatives (Lemma 1).
 
-    Σ_t Σ_t′ E[a_t a_t′ᵀ] ⊗ E[Ds_t Ds_t′ᵀ]: the second moment of the gradients that arise when the
-    activations of any example meet the derivatives of any other.
+    This is the second moment of the gradients Σ_t Ds_t (1, a_t) with the activations and the
+    derivatives of all pairs of examples.
     """
 
     def __init__(self, record: LayerRecord) -> None:
-        super().__init__(record.shape, torch.empty(0, dtype=record.dtype, device=record.device))
+        super().__init__(record.shape, record.zeros(0))
         self.record = record
-        # (draws · examples, groups · |T| · I)
-        whole = slice(0, record.examples)
-        self._derivatives = record.derivative_rows(whole).flatten(0, 1).flatten(1)
+        # (draws · examples, groups, |T|, I)
+        self._derivatives = record.derivative_rows(slice(0, record.examples)).flatten(0, 1)
 
     def product(self, vector: Tensor) -> Tensor:
         groups, rows, columns = self.shape
         several = vector.reshape(-1, *self.shape)
         count, locations = len(several), self.record.rows_per_example
+        derivatives = self._derivatives.flatten(1)
         # (groups, n, k · I)
         stacked = several.permute(1, 3, 0, 2).flatten(2)
         total = torch.zeros_like(stacked)
@@ -223,9 +212,9 @@ class IndependentBlock(Block):
             images = (activations @ stacked).unflatten(-1, (count, rows))
             # (k, examples, groups · |T| · I)
             images = images.permute(3, 0, 1, 2, 4).flatten(2)
-            met = (images @ self._derivatives.mT) @ self._derivatives
-            met = met.unflatten(2, (groups, locations, rows)).permute(1, 2, 3, 0, 4).flatten(3)
-            total += _over_rows(activations).mT @ _over_rows(met)
+            images = (images @ derivatives.mT) @ derivatives
+            images = images.unflatten(2, (groups, locations, rows)).permute(1, 2, 3, 0, 4)
+            total += _over_rows(activations).mT @ _over_rows(images.flatten(3))
         by_vector: Tensor = total.unflatten(2, (count, rows)).permute(2, 0, 3, 1)
         return by_vector.reshape(vector.shape) / self.record.examples**2
 
@@ -233,7 +222,7 @@ class IndependentBlock(Block):
         return self._solve_by_products(vector, damping)
 
     def trace(self) -> float:
-        """Σ_t Σ_t′ E[a_t · a_t′] E[Ds_t · Ds_t′]"""
+        """Return Σ_t Σ_t′ E[a_t · a_t′] E[Ds_t · Ds_t′]."""
         groups, locations = self.shape[0], self.record.rows_per_example
         activation = self.like.new_zeros(groups, locations, locations)
         derivative = torch.zeros_like(activation)
@@ -245,16 +234,14 @@ class IndependentBlock(Block):
         return float((activation * derivative).sum()) / self.record.examples**2
 
     def dense(self) -> Tensor:
-        """From all pairs of examples."""
         record, total = self.record, self.like.new_zeros(self.size, self.size)
-        derivatives = record.derivative_rows(slice(0, record.examples)).flatten(0, 1)
         for example in range(record.examples):
             activations = record.activation_rows(slice(example, example + 1))
-            rows = (derivatives.mT @ activations).mT.flatten(1)
-            total.addmm_(rows.mT, rows)
+            gradients = (self._derivatives.mT @ activations).mT.flatten(1)
+            total.addmm_(gradients.mT, gradients)
         return total / record.examples**2
 
 
 def _over_rows(values: Tensor) -> Tensor:
-    """(examples, groups, |T|, k) -> (groups, examples · |T|, k)"""
+    """Return (examples, groups, |T|, k) as (groups, examples · |T|, k)."""
     return values.transpose(0, 1).flatten(1, 2)

@@ -1,75 +1,74 @@
-"""Eigenvalues and solutions of symmetric matrices that are known by their products only."""
+"""Eigenvalues and solutions of symmetric matrices, from their products with vectors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]
-STEPS_BETWEEN_LOOKS = 8
+STEPS_BETWEEN_CHECKS = 8
 
 
 class UnsolvableError(ArithmeticError):
-    """A system that is singular, or was not solved in as many steps as were allowed."""
+    """Raised if a system is singular, or was not solved in the allowed number of steps."""
 
 
-class Lanczos:
-    """Ritz values of a symmetric matrix, from a Krylov space that can be extended.
+def ritz_values(
+    product: Product, start: Tensor, sizes: Iterable[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the Ritz values of a symmetric matrix, descending, and a bound on the error of each.
 
-    With full reorthogonalisation.
+    This is Lanczos' method with full reorthogonalisation.
 
     Args:
-        product: the matrix times a vector, in any shape.
-        start: a vector; directions orthogonal to it stay unseen.
+        product: returns the matrix times a vector of any shape.
+        start: the first vector; eigenvectors orthogonal to it are not found.
+        sizes: the sizes of the Krylov space, ascending, at which to yield. Iteration ends early if
+            the space cannot grow any more.
     """
-
-    def __init__(self, product: Product, start: Tensor) -> None:
-        self._product = product
-        self._next: Tensor | None = start / start.norm()
-        self._basis: list[Tensor] = []
-        self._diagonal: list[Tensor] = []
-        self._beside: list[Tensor] = []
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether the space is as large as it can become."""
-        return self._next is None
-
-    def extend(self, steps: int) -> None:
-        for _ in range(steps):
-            if self._next is None:
+    basis: list[Tensor] = []
+    diagonal: list[Tensor] = []
+    off_diagonal: list[Tensor] = []
+    vector, norm = start, start.norm()
+    for size in sizes:
+        while len(basis) < size:
+            basis.append(vector / norm)
+            vector = product(basis[-1])
+            diagonal.append((vector * basis[-1]).sum())
+            vector = _orthogonal_to(basis, vector)
+            norm = vector.norm()
+            off_diagonal.append(norm)
+            rounding = 10 * torch.finfo(vector.dtype).eps * torch.stack(diagonal).abs().max()
+            if len(basis) == vector.numel() or norm <= rounding:
+                yield _tridiagonal_eigenvalues(diagonal, off_diagonal)
                 return
-            self._basis.append(self._next)
-            vector = self._product(self._next)
-            self._diagonal.append((vector * self._next).sum())
-            vector = _orthogonal_to(self._basis, vector)
-            self._beside.append(vector.norm())
-            scale = torch.stack(self._diagonal).abs().max()
-            complete = len(self._basis) == vector.numel()
-            tiny = self._beside[-1] <= 10 * torch.finfo(vector.dtype).eps * scale
-            self._next = None if complete or tiny else vector / self._beside[-1]
+        yield _tridiagonal_eigenvalues(diagonal, off_diagonal)
 
-    def values(self) -> tuple[Tensor, Tensor]:
-        """Ritz values, descending, and a bound on each one's error."""
-        tridiagonal = torch.stack(self._diagonal).diag()
-        if len(self._diagonal) > 1:
-            beside = torch.stack(self._beside[:-1])
-            tridiagonal = tridiagonal + beside.diag(1) + beside.diag(-1)
-        values, vectors = torch.linalg.eigh(tridiagonal.to("cpu", torch.float64))
-        errors = self._beside[-1].to(values) * vectors[-1].abs()
-        return values.flip(0), errors.flip(0)
+
+def _tridiagonal_eigenvalues(
+    diagonal: list[Tensor], off_diagonal: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the eigenvalues, descending, and the errors due to the last off-diagonal entry."""
+    matrix = torch.stack(diagonal).diag()
+    if len(diagonal) > 1:
+        inner = torch.stack(off_diagonal[:-1])
+        matrix = matrix + inner.diag(1) + inner.diag(-1)
+    values, vectors = torch.linalg.eigh(matrix.to("cpu", torch.float64))
+    errors = off_diagonal[-1].to(values) * vectors[-1].abs()
+    return values.flip(0), errors.flip(0)
 
 
 def _orthogonal_to(basis: list[Tensor], vector: Tensor) -> Tensor:
-    for _ in range(2):  # once is not enough in floating point, twice is
+    for _ in range(2):  # in floating point, a second pass is necessary and enough
         for direction in basis:
             vector = vector - (vector * direction).sum() * direction
     return vector
 
 
 def random_start(shape: tuple[int, ...], like: Tensor, seed: int = 0) -> Tensor:
+    """Return Gaussian numbers, which are the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(like)
 
@@ -77,35 +76,31 @@ def random_start(shape: tuple[int, ...], like: Tensor, seed: int = 0) -> Tensor:
 def top_eigenvalues(
     product: Product, start: Tensor, count: int, *, tolerance: float = 1e-6, most: int = 300
 ) -> Tensor:
-    """The largest eigenvalues, descending.
+    """Return the largest eigenvalues, descending.
 
-    To a relative error below the tolerance, unless that takes more than ``most`` products. Copies
-    of a multiple eigenvalue are seen once.
+    Their relative error is below the tolerance, unless that takes more than ``most`` products. A
+    multiple eigenvalue is returned once.
     """
-    space, taken, steps = Lanczos(product, start), 0, 2 * count + 10
-    while True:
-        space.extend(steps)
-        taken += steps
-        values, errors = space.values()
-        settled = bool((errors[:count] <= tolerance * values[0].abs()).all())
-        if settled or space.exhausted or taken >= most:
-            return values[:count]
-        steps = min(taken, most - taken)
+    sizes = [2 * count + 10]
+    while sizes[-1] < most:
+        sizes.append(min(2 * sizes[-1], most))
+    for values, errors in ritz_values(product, start, sizes):
+        if bool((errors[:count] <= tolerance * values[0].abs()).all()):
+            break
+    return values[:count]
 
 
 def operator_norm(
     product: Product, start: Tensor, *, tolerance: float = 1e-2, most: int = 96
 ) -> float:
-    """The largest magnitude of an eigenvalue.
+    """Return the largest magnitude of an eigenvalue.
 
-    To a relative error below the tolerance, unless that takes more than ``most`` products.
+    Its relative error is below the tolerance, unless that takes more than ``most`` products.
     """
-    space = Lanczos(product, start)
-    for _ in range(most // STEPS_BETWEEN_LOOKS):
-        space.extend(STEPS_BETWEEN_LOOKS)
-        values, errors = space.values()
+    sizes = range(STEPS_BETWEEN_CHECKS, most + 1, STEPS_BETWEEN_CHECKS)
+    for values, errors in ritz_values(product, start, sizes):
         norm, index = values.abs().max(0)
-        if errors[index] <= tolerance * norm or space.exhausted:
+        if errors[index] <= tolerance * norm:
             break
     return float(norm)
 
@@ -113,19 +108,18 @@ def operator_norm(
 def conjugate_gradients(
     product: Product, right: Tensor, *, tolerance: float = 1e-6, most: int = 1000
 ) -> Tensor:
-    """The solution of a positive definite system, to a relative residual below the tolerance.
+    """Return the solution of a positive definite system.
 
     Raises:
-        UnsolvableError: if it is not reached.
+        UnsolvableError: if the relative residual is above the tolerance after ``most`` steps.
     """
     solution = torch.zeros_like(right)
-    residual = right.clone()
-    direction = residual
-    square = residual.square().sum()
+    residual = direction = right
+    square = right.square().sum()
     goal = tolerance**2 * square
     for _ in range(most):
         if square <= goal:
-            return solution
+            break
         image = product(direction)
         length = square / (direction * image).sum()
         solution = solution + length * direction
@@ -135,6 +129,6 @@ def conjugate_gradients(
     if square <= goal:
         return solution
     raise UnsolvableError(
-        f"the system was not solved in {most} steps: the relative residual is "
+        f"the system was not solved in {most} steps; the relative residual is "
         f"{(square / right.square().sum()).sqrt().item():.1e}; give a larger damping"
     )

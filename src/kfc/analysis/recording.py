@@ -1,37 +1,30 @@
-"""What one layer sees on a batch: its activations, and derivatives at its pre-activations."""
+"""Record the activations of one layer, and the derivatives at its pre-activations, on a batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from kfc.buffers import SavedBuffers
-from kfc.capture import suspended
-from kfc.checks import require_whole
-from kfc.fisher import Output, select_output
-from kfc.generator import OwnGenerator
-from kfc.layers import (
-    ConvolutionHandler,
-    KroneckerHandler,
-    LinearHandler,
-    mixes_examples,
-    plan_layers,
-)
-from kfc.layers.base import DEFAULT_MAX_FACTOR_SIZE
-from kfc.likelihoods import Likelihood, resolve_likelihood
-from kfc.randomness import accelerators_of, forked_random_state
-from kfc.session import output_edge, without_autocast
+from kfc._checks import require_whole
+from kfc.fisher.buffers import SavedBuffers
+from kfc.fisher.calls import suspended, without_autocast
+from kfc.fisher.likelihoods import Likelihood, resolve_likelihood
+from kfc.fisher.products import Output, select_output
+from kfc.fisher.randomness import accelerators_of, forked_random_state
+from kfc.layers import LinearLayer, MatrixLayer, find_layers, mixes_examples
+from kfc.statistics.backward import output_edge
+from kfc.statistics.generator import OwnGenerator
 
-# Enumeration takes one backward pass per column.
+# Enumerating the targets takes one backward pass per column.
 MAX_COLUMNS = 1024
-# Elements of the arrays that are worked on at a time.
+# The number of elements of the arrays that are processed at a time.
 CHUNK_ELEMENTS = 1 << 25
 
 
@@ -40,14 +33,17 @@ class LayerCall:
     """One call of a layer.
 
     Attributes:
-        inputs: (B, J, *T), or (B, ..., J) of a linear layer; B is a multiple of the examples.
-        outputs: without values, for its shape.
+        inputs: (B, J, *T), or (B, ..., J) for a linear layer; B is a multiple of the examples.
         derivatives: (draws, *outputs), scaled so that sums over draws are expectations.
     """
 
     inputs: Tensor
-    outputs: Tensor
     derivatives: Tensor
+
+    @property
+    def outputs(self) -> Tensor:
+        """A tensor of the shape of the call's outputs, without values."""
+        return self.derivatives[0].to("meta")
 
 
 @dataclass(frozen=True)
@@ -55,13 +51,19 @@ class LayerRecord:
     """Activations and derivatives of one layer on one batch.
 
     The layer's gradient for example m and draw r is the matrix G = Σ_t Ds_t (1, a_t), of shape
-    (groups, I, n): rows are output maps, columns the homogeneous coordinate and J|D| weights, as
-    far as they are trained. Its Fisher block is E[vec G vec Gᵀ]: the sum over draws, and the mean
-    over examples.
+    (groups, I, n): rows are output maps; columns are the homogeneous coordinate and the J|D|
+    weights, if they are trained. Its Fisher block is E[vec G vec Gᵀ]: the sum over draws, and the
+    mean over examples.
+
+    Attributes:
+        name: the layer's name in ``model.named_modules()``.
+        layer: the layer's geometry.
+        calls: the calls of the layer in one forward pass.
+        examples: the number of examples in the batch.
     """
 
     name: str
-    handler: KroneckerHandler
+    layer: MatrixLayer
     calls: tuple[LayerCall, ...]
     examples: int
 
@@ -71,19 +73,18 @@ class LayerRecord:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(groups, I, n) of a gradient."""
-        columns, rows = self.handler.sizes()
-        return self.handler.groups, rows, columns
+        """The shape (groups, I, n) of a gradient."""
+        columns, rows = self.layer.factor_sizes()
+        return self.layer.groups, rows, columns
 
     @property
     def size(self) -> int:
-        """How many parameters there are."""
-        groups, rows, columns = self.shape
-        return groups * rows * columns
+        """The number of trained parameters."""
+        return math.prod(self.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.handler.dtype
+        return self.layer.dtype
 
     @property
     def device(self) -> torch.device:
@@ -92,104 +93,68 @@ class LayerRecord:
     @property
     def rows_per_example(self) -> int:
         """|T|, over all calls."""
-        return sum(
-            self.handler.derivative_rows(call.outputs).shape[1] // self.examples
-            for call in self.calls
-        )
+        rows = (self.layer.derivative_rows(call.outputs).shape[1] for call in self.calls)
+        return sum(rows) // self.examples
+
+    def zeros(self, *shape: int) -> Tensor:
+        """Return zeros in the record's dtype and on its device."""
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def activation_rows(self, part: slice) -> Tensor:
-        """(examples, groups, |T|, n) of some examples: what each location is multiplied with."""
-        trained = self.handler.trained()
-        rows = []
+        """Return the rows (1, a_t) of a part of the examples, (examples, groups, |T|, n)."""
+        layer, trained, rows = self.layer, self.layer.trained(), []
         for call in self.calls:
-            source = self._source(call, part)
+            inputs = self._select(call.inputs, part).to(self.dtype)
+            outputs = self._select(call.outputs, part)
             columns = []
-            if "weight" in trained:
-                by_row = self.handler.activation_rows(source)
-                columns.append(by_row.unflatten(1, (-1, self._rows_of(call))).transpose(0, 1))
             if "bias" in trained:
-                shape = (_length(part, self.examples), self.shape[0], self._rows_of(call), 1)
-                columns.insert(0, source.new_ones(shape))
-            rows.append(torch.cat(columns, dim=-1))
+                columns.append(inputs.new_ones(*layer.derivative_rows(outputs).shape[:2], 1))
+            if "weight" in trained:
+                columns.append(layer.activation_rows(layer.row_source(inputs, outputs)))
+            by_example = torch.cat(columns, dim=2).unflatten(1, (part.stop - part.start, -1))
+            rows.append(by_example.transpose(0, 1))
         return torch.cat(rows, dim=2)
 
     def derivative_rows(self, part: slice) -> Tensor:
-        """(draws, examples, groups, |T|, I) of some examples."""
+        """Return Ds_t for a part of the examples, (draws, examples, groups, |T|, I)."""
         rows = []
         for call in self.calls:
-            some = self._of_call(call.derivatives, part, dim=1).to(self.dtype)
-            by_row = self.handler.derivative_rows(some.flatten(0, 1))
-            # (groups, draws · examples · |T|, I)
-            by_row = by_row.unflatten(1, (self.draws, -1, self._rows_of(call)))
+            derivatives = self._select(call.derivatives, part, dim=1).to(self.dtype)
+            by_row = self.layer.derivative_rows(derivatives.flatten(0, 1))
+            by_row = by_row.unflatten(1, (self.draws, part.stop - part.start, -1))
             rows.append(by_row.permute(1, 2, 0, 3, 4))
         return torch.cat(rows, dim=3)
 
+    def _select(self, tensor: Tensor, part: slice, dim: int = 0) -> Tensor:
+        """Return a part of the examples; frames folded into the batch stay with their example."""
+        frames = tensor.shape[dim] // self.examples
+        return tensor.narrow(dim, part.start * frames, (part.stop - part.start) * frames)
+
     def chunks(self, elements_per_example: int) -> Iterator[slice]:
-        """Examples a few at a time, so that their arrays stay small."""
+        """Yield a few examples at a time, to bound the memory of arrays made from them."""
         step = max(1, CHUNK_ELEMENTS // max(1, elements_per_example))
         for start in range(0, self.examples, step):
             yield slice(start, min(start + step, self.examples))
 
-    def row_chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(part, activation rows, derivative rows) a few examples at a time."""
+    def row_chunks(self, extra_elements: int = 0) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield (part, activation rows, derivative rows) for a few examples at a time."""
         groups, rows, columns = self.shape
         per_example = groups * self.rows_per_example * (columns + self.draws * rows)
-        for part in self.chunks(per_example):
+        for part in self.chunks(per_example + extra_elements):
             yield part, self.activation_rows(part), self.derivative_rows(part)
 
     def gradient_chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """(part, gradients (draws, examples, groups, I, n)) a few examples at a time."""
-        groups, rows, columns = self.shape
-        patches = groups * self.rows_per_example * (columns + self.draws * rows)
-        for part in self.chunks(patches + self.draws * self.size):
-            activations, derivatives = self.activation_rows(part), self.derivative_rows(part)
+        """Yield (part, gradients (draws, examples, groups, I, n)) for a few examples at a time."""
+        for part, activations, derivatives in self.row_chunks(self.draws * self.size):
             yield part, derivatives.mT @ activations
 
-    def matrix(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """(groups, I, n) from tensors by role, shaped like the layer's bias and weight."""
-        parts = []
-        if "bias" in gradients:
-            parts.append(gradients["bias"].reshape(self.handler.groups, -1, 1))
-        if "weight" in gradients:
-            parts.append(self.handler.weight_to_matrix(gradients["weight"]))
-        return torch.cat(parts, dim=2).to(self.dtype)
 
-    def tensors(self, matrix: Tensor) -> dict[str, Tensor]:
-        """The reverse of ``matrix``."""
-        trained, result = self.handler.trained(), {}
-        if "bias" in trained:
-            result["bias"] = matrix[:, :, 0].reshape(-1)
-            matrix = matrix[:, :, 1:]
-        if "weight" in trained:
-            result["weight"] = self.handler.weight_from_matrix(matrix)
-        return result
-
-    def _source(self, call: LayerCall, part: slice) -> Tensor:
-        inputs = self._of_call(call.inputs, part, dim=0).to(self.dtype)
-        return self.handler.row_source(inputs, self._of_call(call.outputs, part, dim=0))
-
-    def _rows_of(self, call: LayerCall) -> int:
-        return self.handler.derivative_rows(call.outputs).shape[1] // self.examples
-
-    def _of_call(self, tensor: Tensor, part: slice, dim: int) -> Tensor:
-        """Those of some examples; frames folded into the batch belong to their example."""
-        frames = tensor.shape[dim] // self.examples
-        start, length = part.start * frames, _length(part, self.examples) * frames
-        return tensor.narrow(dim, start, length)
-
-
-def _length(part: slice, examples: int) -> int:
-    start, stop, _ = part.indices(examples)
-    return stop - start
-
-
-def factored_layers(model: nn.Module) -> dict[str, KroneckerHandler]:
-    """The layers that can be analysed, by name: those with Kronecker factors."""
-    plan = plan_layers(model, DEFAULT_MAX_FACTOR_SIZE)
+def factored_layers(model: nn.Module) -> dict[str, MatrixLayer]:
+    """Return the layers that can be analysed, by name: those with Kronecker factors."""
     return {
-        name: handler
-        for name, handler in plan.handlers.items()
-        if isinstance(handler, KroneckerHandler) and handler.trained()
+        name: layer
+        for name, layer in find_layers(model).layers.items()
+        if isinstance(layer, MatrixLayer) and layer.trained()
     }
 
 
@@ -203,40 +168,38 @@ def record_layer(
     output: Output | None = None,
     seed: int = 0,
 ) -> LayerRecord:
-    """Run the model once, and backward for every draw of the targets.
+    """Run the model once, and one backward pass for every draw of the targets.
 
     Args:
-        model: in the mode it is to be analysed in; parameters, buffers, gradients and the random
-            state stay as they were.
+        model: the model, in the mode to analyse it in (usually after ``model.eval()``).
+            Parameters, buffers, gradients and the random state do not change.
         inputs: one batch: a tensor, a tuple of arguments, or a dict of them.
-        layer: its name in ``model.named_modules()``.
-        samples: how many targets to draw for every example; ``None`` enumerates them, exactly.
-        output: picks the tensor of outputs from what the model returns.
-        seed: of the drawn targets.
+        layer: the layer's name in ``model.named_modules()``; linear or convolutional.
+        likelihood: the distribution that the outputs parametrise; see :class:`kfc.Likelihood`.
+        samples: the number of targets to draw for every example; ``None`` enumerates all targets,
+            which makes expectations exact.
+        output: selects the tensor of outputs from what the model returns.
+        seed: the seed of the drawn targets.
     """
     if samples is not None:
         require_whole("samples", samples)
-    handler = _find_layer(model, layer)
+    geometry = _find_layer(model, layer)
     if mixes_examples(model):
         raise ValueError(
             "the model normalises with the statistics of its batch, so that no example has a "
             "gradient of its own; call model.eval() first"
         )
-    with ExitStack() as stack:
-        stack.callback(SavedBuffers(model).restore)
-        stack.enter_context(suspended())
-        stack.enter_context(forked_random_state(accelerators_of(model)))
-        stack.enter_context(torch.enable_grad())
-        heard = _Listener(handler, stack)
-        outputs = select_output(run_model(model, inputs), output)
-        heard.listening = False  # checkpointing runs layers again on the way back
+    with unchanged(model):
+        outputs, calls = _run_recorded(model, inputs, output, geometry)
         distribution = resolve_likelihood(likelihood)
         distribution.validate(outputs)
+        _check_calls(layer, geometry, calls, len(outputs))
         columns = _output_derivatives(distribution, outputs.detach(), samples, seed)
-        return LayerRecord(layer, handler, heard.calls(layer, outputs, columns), len(outputs))
+        found = _with_derivatives(geometry, calls, outputs, columns)
+        return LayerRecord(layer, geometry, found, len(outputs))
 
 
-def _find_layer(model: nn.Module, name: str) -> KroneckerHandler:
+def _find_layer(model: nn.Module, name: str) -> MatrixLayer:
     layers = factored_layers(model)
     if name not in layers:
         raise ValueError(
@@ -246,98 +209,104 @@ def _find_layer(model: nn.Module, name: str) -> KroneckerHandler:
     return layers[name]
 
 
-def run_model(model: nn.Module, inputs: Any) -> Any:
-    """As ``record_layer`` takes inputs."""
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Run a model with autograd, without effect on its buffers, hooks and the random state."""
+    buffers = SavedBuffers(model)
+    try:
+        with suspended(), forked_random_state(accelerators_of(model)), torch.enable_grad():
+            yield
+    finally:
+        buffers.restore()
+
+
+def run_model(model: nn.Module, inputs: Any, output: Output | None) -> Tensor:
+    """Return the tensor of outputs, for inputs as in :func:`record_layer`."""
     if isinstance(inputs, tuple):
-        return model(*inputs)
-    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        return select_output(model(*inputs), output)
+    return select_output(model(**inputs) if isinstance(inputs, dict) else model(inputs), output)
 
 
-class _Listener:
-    """Hooks on a layer's modules, which note every call."""
+class _Call(NamedTuple):
+    """One call in a forward pass: its inputs, and the shape and gradient edge of its outputs."""
 
-    def __init__(self, handler: KroneckerHandler, stack: ExitStack) -> None:
-        self._handler = handler
-        self.listening = True
-        self._number = 0
-        self._inputs: list[Tensor] = []
-        self._outputs: list[Tensor] = []
-        self._edges: list[GradientEdge] = []
-        for module in handler.modules:
-            stack.callback(module.register_forward_hook(self._note, with_kwargs=True).remove)
+    inputs: Tensor
+    shape: torch.Size
+    edge: GradientEdge
 
-    def _note(self, module: nn.Module, args: Any, kwargs: Any, outputs: Tensor) -> None:
-        if not self.listening:
-            return
-        inputs = args[0] if args else next(iter(kwargs.values()))
-        self._inputs.append(self._with_batch(inputs.detach().clone()))
-        self._outputs.append(self._with_batch(torch.empty_like(outputs, device="meta")))
-        # The edge, not the tensor: an operation in place would change what its derivative is.
-        self._edges.append(output_edge(outputs))
 
-    def _with_batch(self, maps: Tensor) -> Tensor:
-        if isinstance(self._handler, ConvolutionHandler):
-            return self._handler.with_batch(maps)
-        return maps
+def _run_recorded(
+    model: nn.Module, inputs: Any, output: Output | None, layer: MatrixLayer
+) -> tuple[Tensor, list[_Call]]:
+    """Return the model's outputs, and the calls of one of its layers."""
+    calls = []
 
-    def calls(
-        self, layer: str, outputs: Tensor, columns: Iterable[Tensor]
-    ) -> tuple[LayerCall, ...]:
-        """Carry every derivative in the model's outputs back to the layer's pre-activations."""
-        self._check(layer, len(outputs))
-        found: list[list[Tensor]] = [[] for _ in self._edges]
-        for column in columns:
-            with without_autocast(outputs.device):
-                passed = torch.autograd.grad(
-                    outputs,
-                    self._edges,
-                    column.to(outputs.dtype),
-                    retain_graph=True,
-                    allow_unused=True,
-                )
-            for draws, shaped, derivative in zip(found, self._outputs, passed, strict=True):
-                if derivative is None:
-                    derivative = torch.zeros_like(shaped, device=outputs.device)
-                draws.append(self._examples_first(derivative.detach().reshape(shaped.shape)))
-        return tuple(
-            LayerCall(self._examples_first(i), self._examples_first(o), torch.stack(draws))
-            for i, o, draws in zip(self._inputs, self._outputs, found, strict=True)
-        )
+    def record(module: nn.Module, args: Any, kwargs: Any, outputs: Tensor) -> None:
+        values = args[0] if args else next(iter(kwargs.values()))
+        # The edge, not the tensor: after an operation in place its derivative is another one.
+        calls.append(_Call(values.detach().clone(), outputs.shape, output_edge(outputs)))
 
-    def _check(self, layer: str, examples: int) -> None:
-        """That every row belongs to one example, and that it can be told to which."""
-        if not self._inputs:
-            raise ValueError(f"layer {layer!r} did not run on these inputs")
-        self._number = examples
-        for tensor in (*self._inputs, *self._outputs):
-            shape = tuple(tensor.shape)
-            is_sequence = isinstance(self._handler, LinearHandler) and len(shape) > 2
-            if is_sequence and shape[0] == shape[1] == examples > 1:
-                raise ValueError(
-                    f"layer {layer!r} runs on rows of shape {shape}: which of its first two "
-                    f"dimensions is that of the {examples} examples cannot be told; give another "
-                    "number of examples"
-                )
-            if self._examples_first(tensor).shape[0] % examples:
-                raise ValueError(
-                    f"layer {layer!r} runs on rows that do not belong to one of the {examples} "
-                    f"examples each (shape {shape}), so that no example has a gradient of its own"
-                )
+    # Removed before the backward pass, in which checkpointing runs layers again.
+    hooks = [m.register_forward_hook(record, with_kwargs=True) for m in layer.modules]
+    try:
+        return run_model(model, inputs, output), calls
+    finally:
+        for hook in hooks:
+            hook.remove()
 
-    def _examples_first(self, values: Tensor) -> Tensor:
-        """Some linear layers see sequences first, (length, N, ...)."""
-        return self._handler.rows_first(values, self._number)
+
+def _check_calls(name: str, layer: MatrixLayer, calls: list[_Call], examples: int) -> None:
+    """Raise ``ValueError`` unless every row belongs to one example that can be identified."""
+    if not calls:
+        raise ValueError(f"layer {name!r} did not run on these inputs")
+    for shape in (tuple(s) for call in calls for s in (call.inputs.shape, call.shape)):
+        is_sequence = isinstance(layer, LinearLayer) and len(shape) > 2
+        if is_sequence and shape[0] == shape[1] == examples > 1:
+            raise ValueError(
+                f"layer {name!r} runs on rows of shape {shape}: either of the first two dimensions "
+                f"could be that of the {examples} examples; use another number of examples"
+            )
+        if len(layer.rows_first(torch.empty(shape, device="meta"), examples)) % examples:
+            raise ValueError(
+                f"layer {name!r} runs on rows that do not belong to one of the {examples} "
+                f"examples each (shape {shape}), so that no example has a gradient of its own"
+            )
+
+
+def _with_derivatives(
+    layer: MatrixLayer, calls: list[_Call], outputs: Tensor, columns: Iterable[Tensor]
+) -> tuple[LayerCall, ...]:
+    """Carry each derivative in the model's outputs back to the pre-activations of every call."""
+    examples = len(outputs)
+    found: list[list[Tensor]] = [[] for _ in calls]
+    for column in columns:
+        with without_autocast(outputs.device):
+            derivatives = torch.autograd.grad(
+                outputs,
+                [call.edge for call in calls],
+                column.to(outputs.dtype),
+                retain_graph=True,
+                allow_unused=True,
+            )
+        for call, draws, derivative in zip(calls, found, derivatives, strict=True):
+            if derivative is None:
+                derivative = outputs.new_zeros(call.shape)
+            draws.append(layer.rows_first(derivative.detach().reshape(call.shape), examples))
+    return tuple(
+        LayerCall(layer.rows_first(call.inputs, examples), torch.stack(draws))
+        for call, draws in zip(calls, found, strict=True)
+    )
 
 
 def _output_derivatives(
     likelihood: Likelihood, outputs: Tensor, samples: int | None, seed: int
 ) -> Iterator[Tensor]:
-    """Derivatives in the outputs; sums over them of squares are expectations over targets."""
+    """Yield derivatives in the outputs; sums of their squares are expectations over targets."""
     if samples is None:
         columns = likelihood.columns_per_example(outputs)
         if columns > MAX_COLUMNS:
             raise ValueError(
-                f"to enumerate the targets of an output of shape {tuple(outputs.shape)} takes "
+                f"enumerating the targets of an output of shape {tuple(outputs.shape)} takes "
                 f"{columns} backward passes, more than {MAX_COLUMNS}; give samples= instead"
             )
         yield from likelihood.derivative_columns(outputs)

@@ -1,55 +1,103 @@
-"""Whether all ranks have the same, bit for bit."""
-
-from __future__ import annotations
+"""Checks that all ranks have the same tensors, bit for bit."""
 
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kfc.distributed.workers import WorkerError, Workers
+from kfc.curvature.layer import LayerCurvature
+from kfc.distributed.ranks import CollectiveError, Ranks
 
-# Of a tensor's bits, as whole numbers, each is weighted by its place, up to this prime.
+# A tensor's bits are read as integers, each weighted by its place modulo this prime.
 PLACES = 8191
-# So many times that many at once.
+# The number of such rows that are processed at a time.
 PARTS = 256
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A whole number, int64, that hardly ever is the same for tensors of other bits."""
+    """Return a hash, int64, that hardly ever is equal for tensors with different bits."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.detach().contiguous().flatten().view(whole[tensor.element_size()])
     places = torch.arange(1, PLACES + 1, device=bits.device)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    # A part at a time: as int64 all of it would be large.
+    # In parts, because int64 takes up to eight times the memory.
     for part in bits.split(PARTS * PLACES):
         rows, rest = part[: len(part) // PLACES * PLACES], part[len(part) // PLACES * PLACES :]
-        # Sums of int64 wrap around, on every device alike and in any order.
+        # Sums of int64 wrap around in the same way on every device and in any order.
         total = total + (rows.view(-1, PLACES).long().sum(0) * places).sum()
         total = total * PLACES + (rest.long() * places[: len(rest)]).sum()
     return total
 
 
-def require_same(workers: Workers, tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
-    """Raise, on all ranks alike, if a tensor is not the same everywhere.
+def require_same(ranks: Ranks, tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
+    """Raise an error on all ranks if a tensor differs between them.
 
     Args:
-        tensors: by the name by which the error is to call them; the same names on all ranks.
-        what: they are, and when.
-        remedy: what to do about it.
+        tensors: the tensors, by the names that the error uses; the same names on all ranks.
+        what: what is compared, and when.
+        remedy: what to do about a difference.
     """
-    if workers.size == 1 or not tensors:
+    if ranks.size == 1 or not tensors:
         return
     home = next(iter(tensors.values())).device
     own = torch.stack([fingerprint(tensor).to(home) for tensor in tensors.values()])
-    (first,) = workers.start_broadcast([own.clone()], 0, "checks").wait()
+    (first,) = ranks.start_broadcast([own.clone()], 0, "checks").wait()
     differing = (own != first).nonzero().flatten().tolist()
     earliest = [float(differing[0] if differing else len(tensors))]
-    by_rank = [int(place) for (place,) in workers.gather(earliest, "checks")]
+    by_rank = [int(place) for (place,) in ranks.gather(earliest, "checks")]
     if min(by_rank) == len(tensors):
         return
     name = list(tensors)[min(by_rank)]
-    ranks = [str(rank) for rank, place in enumerate(by_rank) if place == min(by_rank)]
-    raise WorkerError(
-        f"{what}: {name} on rank {', '.join(ranks)} is not what it is on rank 0. {remedy}"
+    differing = [str(rank) for rank, place in enumerate(by_rank) if place == min(by_rank)]
+    raise CollectiveError(
+        f"{what}: {name} on rank {', '.join(differing)} differs from rank 0's. {remedy}"
+    )
+
+
+# Stands for a gradient that a rank does not have, which is a difference too.
+NO_GRADIENT = torch.ones(1)
+
+
+def require_equal_ranks(
+    ranks: Ranks,
+    model: nn.Module,
+    gradients: Mapping[str, Tensor],
+    layers: Mapping[str, LayerCurvature],
+    with_inverse: Mapping[str, LayerCurvature],
+    step: int,
+) -> None:
+    """Raise an error that names the first parameter, gradient or statistic that differs.
+
+    Args:
+        with_inverse: the layers whose inverse every rank has.
+    """
+    parameters = dict(model.named_parameters())
+    require_same(
+        ranks,
+        {f"parameter {name!r}": parameter for name, parameter in parameters.items()},
+        f"step {step}",
+        "Ranks that differ train different models: give all ranks the same seed, or wrap the model "
+        "in DistributedDataParallel before the optimizer is made",
+    )
+    require_same(
+        ranks,
+        {f"the gradient of {name!r}": gradients.get(name, NO_GRADIENT) for name in parameters},
+        f"step {step}",
+        "Wrap the model in DistributedDataParallel and run the wrapper, or average gradients over "
+        "the ranks before step()",
+    )
+    tensors = {}
+    for name, layer in layers.items():
+        for index, tensor in enumerate(layer.state.running or ()):
+            tensors[f"statistic {index} of layer {name!r}"] = tensor
+    for name, layer in with_inverse.items():
+        inverse = layer.state.inverse
+        for key, tensor in ({} if inverse is None else inverse.tensors).items():
+            tensors[f"the inverse ({key}) of layer {name!r}"] = tensor
+    require_same(
+        ranks,
+        tensors,
+        f"step {step}",
+        "The ranks compute different results from the same inputs: do they have the same hardware "
+        'and number of threads? placement="shared" sends results instead',
     )

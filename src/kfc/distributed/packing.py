@@ -1,6 +1,4 @@
-"""Symmetric matrices as half as many numbers, and many tensors as one."""
-
-from __future__ import annotations
+"""Symmetric matrices packed into half as many numbers."""
 
 from collections.abc import Sequence
 
@@ -9,16 +7,16 @@ from torch import Tensor
 
 
 def packed_shape(size: int) -> tuple[int, int]:
-    """The rectangle, of n (n + 1) / 2 numbers, into which a symmetric n x n matrix is folded."""
+    """Return the shape of the rectangle that a symmetric n x n matrix is folded into."""
     half = (size + 1) // 2
     return (half, size) if size % 2 else (half, size + 1)
 
 
 def fold(matrices: Tensor) -> Tensor:
-    """The lower triangles of (..., n, n) as (..., *packed_shape(n)).
+    """Return the lower triangles of (..., n, n) as (..., *packed_shape(n)).
 
-    Row i of the rectangle is the i-th row of the triangle from below, then, backwards, the i-th
-    from above (the one before it if n is odd): together they are just as long as any other two.
+    Row i of the rectangle is the i-th row of the triangle from below, followed by the reversed i-th
+    row from above (the one before it if n is odd). All such pairs have the same length.
     """
     size = matrices.shape[-1]
     half, _ = packed_shape(size)
@@ -33,7 +31,7 @@ def fold(matrices: Tensor) -> Tensor:
 
 
 def unfold(rectangles: Tensor, size: int) -> Tensor:
-    """The symmetric matrices (..., n, n) that were folded."""
+    """Return the symmetric matrices (..., n, n) that were folded."""
     half, _ = packed_shape(size)
     odd = size % 2
     from_below = _is_from_below(size, rectangles.device)
@@ -41,7 +39,7 @@ def unfold(rectangles: Tensor, size: int) -> Tensor:
     below = torch.where(from_below, rectangles, 0)[..., :size]
     lower[..., size - half :, :] = below.flip(-2)
     above = torch.where(from_below, 0, rectangles).flip(-1)[..., odd:, :size]
-    # Of an odd number the middle row came from below already.
+    # For odd n the middle row came from below already.
     lower[..., : half - odd, :] += above[..., : half - odd, :]
     return lower + lower.tril(-1).mT
 
@@ -53,12 +51,12 @@ def _is_from_below(size: int, device: torch.device) -> Tensor:
 
 
 def is_folded(shape: Sequence[int]) -> bool:
-    """Whether statistics of this shape are symmetric matrices: (groups, n, n)."""
+    """Return whether statistics of this shape are symmetric matrices, (groups, n, n)."""
     return len(shape) == 3 and shape[-1] == shape[-2]
 
 
 def wire_numbers(shape: Sequence[int], *, symmetric: bool) -> int:
-    """How many numbers are sent for a tensor of this shape."""
+    """Return how many numbers are sent for a tensor of this shape."""
     if symmetric:
         groups, size, _ = shape
         return groups * size * (size + 1) // 2
@@ -66,14 +64,14 @@ def wire_numbers(shape: Sequence[int], *, symmetric: bool) -> int:
 
 
 def to_wire(tensor: Tensor, *, symmetric: bool) -> Tensor:
-    """What is sent for a tensor, as a vector."""
+    """Return a tensor as the vector that is sent."""
     return (fold(tensor) if symmetric else tensor).flatten()
 
 
 def from_wire(numbers: Tensor, shape: Sequence[int], *, symmetric: bool) -> Tensor:
-    """The tensor for which a vector was sent."""
+    """Return the tensor that a vector was sent for."""
     if not symmetric:
-        # A copy, or it would hold on to all that was sent with it.
+        # A copy, because a view would keep the whole message alive.
         return numbers.reshape(tuple(shape)).clone()
     groups, size, _ = shape
     return unfold(numbers.reshape(groups, *packed_shape(size)), size)

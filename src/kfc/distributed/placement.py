@@ -1,33 +1,22 @@
-"""Who inverts which layer's block, and what is sent of it."""
-
-from __future__ import annotations
+"""Which rank computes which layer's inverse, and what it sends."""
 
 import heapq
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-import torch
+from kfc.distributed.options import PlacementKind
 
-from kfc.distributed.packing import is_folded, wire_numbers
-from kfc.layers import Handler
-
-PlacementKind = Literal["auto", "shared", "replicated", "gradients"]
-PLACEMENTS = ("auto", "shared", "replicated", "gradients")
-
-# What inverting one n x n factor takes, in n³ floating-point operations: a Cholesky factor, or an
-# eigendecomposition with its vectors.
-OPERATIONS = {"factored": 1 / 3, "eigen": 9.0}
-# A sent byte is worth as many operations: 10 Gbit/s against 40 GFLOP/s. Of it depends only what
-# "auto" takes to be too small to be worth sending.
+# A sent byte is worth this many operations: 10 Gbit/s against 40 GFLOP/s. It only decides which
+# inverses "auto" considers too small to be worth sending.
 OPERATIONS_PER_BYTE = 32
 
 
 class Placement(NamedTuple):
-    """Of one layer's inverse.
+    """Where one layer's inverse is computed.
 
     Attributes:
-        owner: the rank that computes it; ``None``: every rank does, for itself.
-        kept: whether the owner keeps it for itself, and sends natural gradients instead.
+        owner: the rank that computes it; ``None``: every rank does.
+        kept: whether the owner keeps it and sends natural gradients instead.
     """
 
     owner: int | None
@@ -38,12 +27,12 @@ EVERYWHERE = Placement(None)
 
 
 class LayerSize(NamedTuple):
-    """What a layer's inverse amounts to.
+    """The cost of one layer's inverse.
 
     Attributes:
-        operations: to compute it.
-        inverse_bytes, gradient_bytes: to send it, or the layer's natural gradient.
-        can_be_kept: whether statistics can do without it.
+        operations: the floating-point operations to compute it.
+        inverse_bytes, gradient_bytes: the bytes to send it, or the layer's natural gradient.
+        can_be_kept: whether statistics can be gathered without it.
     """
 
     operations: float
@@ -52,52 +41,26 @@ class LayerSize(NamedTuple):
     can_be_kept: bool
 
 
-def size_of(handler: Handler, kind: str) -> LayerSize:
-    """For the parameters trained now."""
-    shapes = handler.inverse_shapes(kind)
-    # Eigenvalues may look like a square, and take nothing beside the bases.
-    squares = [s for name, s in shapes.items() if is_folded(s) and name != "eigenvalues"]
-    cubes = sum(groups * size**3 for groups, size, _ in squares)
-    number = torch.finfo(handler.dtype).bits // 8
-    gradient = sum(parameter.numel() for parameter in handler.trained().values())
-    return LayerSize(
-        # Never nothing: what hardly takes time is shared out evenly too.
-        max(1.0, OPERATIONS[kind] * cubes),
-        number * inverse_numbers(handler, kind),
-        number * gradient,
-        can_be_kept=not handler.measured_shapes(),
-    )
-
-
-def inverse_numbers(handler: Handler, kind: str) -> int:
-    """How many numbers are sent of a layer's inverse."""
-    triangles = handler.inverse_triangles(kind)
-    return sum(
-        wire_numbers(shape, symmetric=name in triangles and is_folded(shape))
-        for name, shape in handler.inverse_shapes(kind).items()
-    )
-
-
 def place(
-    sizes: Mapping[str, LayerSize], workers: int, kind: PlacementKind, period: int
+    sizes: Mapping[str, LayerSize], ranks: int, kind: PlacementKind, period: int
 ) -> dict[str, Placement]:
-    """A placement for every layer.
+    """Return a placement for every layer.
 
     Args:
-        workers: how many ranks there are.
+        ranks: the number of ranks.
         kind: "replicated": every rank computes all; "shared": owners compute and send inverses;
             "gradients": owners compute, keep, and send natural gradients; "auto": for each layer
             whichever costs least.
-        period: how many steps an inverse serves.
+        period: the number of steps that an inverse is used for.
     """
-    if workers == 1 or kind == "replicated":
+    if ranks == 1 or kind == "replicated":
         return dict.fromkeys(sizes, EVERYWHERE)
     kinds = {
-        name: _cheapest(size, workers, period) if kind == "auto" else kind
+        name: _cheapest(size, ranks, period) if kind == "auto" else kind
         for name, size in sizes.items()
     }
     shared_out = {name: sizes[name].operations for name in sizes if kinds[name] != "replicated"}
-    owners = assign(shared_out, workers)
+    owners = assign(shared_out, ranks)
     return {
         name: Placement(
             owners.get(name), kept=kinds[name] == "gradients" and sizes[name].can_be_kept
@@ -106,27 +69,27 @@ def place(
     }
 
 
-def _cheapest(size: LayerSize, workers: int, period: int) -> PlacementKind:
-    """Less traffic between inverses and gradients; no traffic at all if there is little to share.
+def _cheapest(size: LayerSize, ranks: int, period: int) -> PlacementKind:
+    """Return the placement with the least traffic, or "replicated" if little work is saved.
 
-    An owner spares the other ranks their work: 1 - 1/workers of all there is to do.
+    An owner saves the other ranks 1 - 1/ranks of the work.
     """
     sent: PlacementKind = "shared"
     traffic = size.inverse_bytes
     if size.can_be_kept and size.gradient_bytes * period < traffic:
         sent, traffic = "gradients", size.gradient_bytes * period
-    spared = size.operations * (1 - 1 / workers)
+    spared = size.operations * (1 - 1 / ranks)
     return sent if spared > traffic * OPERATIONS_PER_BYTE else "replicated"
 
 
-def assign(costs: Mapping[str, float], workers: int) -> dict[str, int]:
-    """A rank for every name: longest first, each to whoever has least to do so far.
+def assign(costs: Mapping[str, float], ranks: int) -> dict[str, int]:
+    """Return a rank for every name: costliest first, each to the rank with the least work so far.
 
-    The largest sum of costs is at most 4/3 of what it would be at best (Graham 1969).
+    The largest load is at most 4/3 of the best possible (Graham 1969).
     """
-    loads = [(0.0, rank) for rank in range(workers)]
+    loads = [(0.0, rank) for rank in range(ranks)]
     owners = {}
-    # Of equal ones the first: all ranks must come to the same answer.
+    # The sort is stable, so that all ranks come to the same answer.
     for name in sorted(costs, key=lambda name: -costs[name]):
         load, rank = heapq.heappop(loads)
         owners[name] = rank

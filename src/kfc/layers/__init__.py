@@ -1,34 +1,32 @@
-"""What a layer type contributes to the curvature: its statistics, and its gradient as a matrix.
+"""The geometry of layers: how inputs, derivatives and weights become rows and matrices.
 
-Two kinds of layers have a Fisher block: those whose block is Kronecker-factored (linear and
-convolutional layers) and normalisation layers, which have a small block per channel. Every other
-parameter follows its plain gradient, for a reason that :class:`PlainGradient` states.
+Two kinds of layers have a Fisher block: those that multiply rows of their input by a matrix
+(linear and convolutional layers) and normalisation layers, which have a small block per channel.
+Every other parameter follows its plain gradient, for a reason that :class:`PlainGradient` states.
 
-To teach the library a new layer, write a handler and register it::
+To teach the library a new layer, write its geometry and register it::
 
-    @kfc.layers.handler_for.register
-    def _(module: MyLayer) -> kfc.layers.Handler:
-        return MyHandler(module)
+    @kfc.layers.layer_for.register
+    def _(module: MyModule) -> kfc.layers.Layer:
+        return MyLayer(module)
 """
 
-from kfc.layers.base import Handler, Moment, Statistics
-from kfc.layers.convolution import ConvolutionHandler, TransposedConvolutionHandler
-from kfc.layers.factored import KroneckerHandler, LinearHandler
-from kfc.layers.normalisation import NormalisationHandler, mixes_examples
-from kfc.layers.registry import PlainGradient, Plan, handler_for, plan_layers
+from kfc.layers.base import Layer, MatrixLayer, NormalisationLayer
+from kfc.layers.convolution import ConvolutionLayer, TransposedConvolutionLayer
+from kfc.layers.linear import LinearLayer
+from kfc.layers.normalisation import mixes_examples
+from kfc.layers.registry import PlainGradient, Plan, find_layers, layer_for
 
 __all__ = [
-    "ConvolutionHandler",
-    "Handler",
-    "KroneckerHandler",
-    "LinearHandler",
-    "Moment",
-    "NormalisationHandler",
+    "ConvolutionLayer",
+    "Layer",
+    "LinearLayer",
+    "MatrixLayer",
+    "NormalisationLayer",
     "PlainGradient",
     "Plan",
-    "Statistics",
-    "TransposedConvolutionHandler",
-    "handler_for",
+    "TransposedConvolutionLayer",
+    "find_layers",
+    "layer_for",
     "mixes_examples",
-    "plan_layers",
 ]

@@ -1,124 +1,29 @@
-"""What every handler of a layer type offers."""
-
-from __future__ import annotations
+"""The geometry that every kind of layer describes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from collections.abc import Callable
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-DEFAULT_MAX_FACTOR_SIZE = 8192
 
+class Layer(ABC):  # noqa: B024 - its subclasses are abstract
+    """One layer: a module, or several modules of the same configuration with tied parameters.
 
-class Moment(NamedTuple):
-    """A sum, and the weight by which to divide it for a mean.
-
-    Attributes:
-        total: second moments, (groups, n, n), or their diagonal alone, of two dimensions; or any
-            other matrix without groups, such as SUA's boundary counts: of its "trace", the sum of
-            all entries then, nothing is asked but whether it is finite.
-        of_derivatives: whether it is quadratic in derivatives, and scales as their squares do.
+    A layer knows how its inputs, derivatives and parameters become rows and matrices. It holds no
+    statistics: those belong to its curvature (:mod:`kfc.curvature`).
     """
 
-    total: Tensor
-    weight: float
-    of_derivatives: bool
-
-    def plus(self, other: Moment) -> Moment:
-        return Moment(self.total + other.total, self.weight + other.weight, self.of_derivatives)
-
-    def scaled(self, scale: float) -> Moment:
-        """With the squares of derivatives multiplied."""
-        if scale == 1 or not self.of_derivatives:
-            return self
-        return self._replace(total=self.total * scale)
-
-    def to_mean_(self) -> Tensor:
-        """The sum becomes the mean, in place."""
-        return self.total.div_(self.weight)
-
-
-class Inverse(Protocol):
-    """A damped block's inverse; the tensors are its whole state."""
-
-    tensors: dict[str, Tensor]
-
-    def apply(self, gradient: Tensor) -> Tensor: ...
-
-
-class KeptInputs(NamedTuple):
-    """A call's inputs, which autograd usually keeps too; and what tells if they have changed."""
-
-    values: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, inputs: Tensor) -> KeptInputs:
-        return cls(inputs.detach(), inputs._version)
-
-    def get(self, dtype: torch.dtype) -> Tensor:
-        """As they were when the layer ran; an error if they are not any more."""
-        if self.values._version != self.version:
-            raise RuntimeError(
-                "the input of a layer was changed in place after the layer ran, so that its "
-                "statistics cannot be taken; change a copy of it"
-            )
-        return self.values.to(dtype)
-
-
-def is_sequence_first(leading: torch.Size, examples: int) -> bool:
-    """Whether rows lie as (length, N, ...), as recurrent layers and transformers have them.
-
-    Frames folded into the batch in front of a dimension that happens to be N look the same, and
-    are rarer. With a length of N nobody can tell: the first dimension is then the examples'.
-    """
-    return len(leading) > 1 and leading[0] != examples and leading[1] == examples
-
-
-class Statistics(ABC):
-    """The statistics of one layer, gathered over the calls of one forward pass."""
-
-    @abstractmethod
-    def forward(self, inputs: Tensor, outputs: Tensor) -> Any:
-        """Take in a call; return what ``backward`` needs of it."""
-
-    @abstractmethod
-    def backward(self, kept: Any, derivatives: Tensor, examples: int) -> None:
-        """Take in the derivatives with respect to a call's outputs; a call without any is void."""
-
-    @abstractmethod
-    def end_draw(self) -> None:
-        """Every call has had its derivatives for one draw (or one exact column) of the targets."""
-
-    @abstractmethod
-    def moments(self, examples: int) -> tuple[Moment, ...]:
-        """What was gathered for a batch of that many examples; empty if no derivatives came.
-
-        First what feeds the running averages; then, if anything, what refers to the inverse that
-        the statistics were made with, and goes into it.
-        """
-
-
-class Handler(ABC):
-    """One layer: a module, or several of the same configuration tied to the same parameters.
-
-    A handler knows the layer's form and holds no statistics. ``running`` in its methods is the
-    tuple of running averages that the moments of its statistics feed.
-    """
-
-    #: The parameters a handler covers, in the order of the block's coordinates.
+    #: The covered parameters, in the order of the block's coordinates.
     roles: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, module: nn.Module) -> None:
-        self.modules = [module]
-        self.max_factor_size = DEFAULT_MAX_FACTOR_SIZE
+        self.modules: tuple[nn.Module, ...] = (module,)
 
-    @property
-    @abstractmethod
-    def treatment(self) -> str:
-        """What ``describe`` calls the layer's Fisher block."""
+    def tie(self, modules: tuple[nn.Module, ...]) -> None:
+        """Treat several modules that share their parameters as calls of this layer."""
+        self.modules = modules
 
     @property
     def module(self) -> nn.Module:
@@ -130,75 +35,160 @@ class Handler(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What statistics and inverses are kept in: float32 at least."""
+        """The dtype of statistics and inverses: at least float32."""
         return torch.promote_types(self.weight.dtype, torch.float32)
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that are not frozen, by role, in the order of ``roles``."""
+        """Return the parameters that are not frozen, by role, in the order of ``roles``."""
         parameters = {role: self.module._parameters.get(role) for role in self.roles}
         return {r: p for r, p in parameters.items() if p is not None and p.requires_grad}
 
+
+class MatrixLayer(Layer):
+    """A layer that multiplies rows of its input by one matrix (bias, weight), I x (1 + J|D|).
+
+    Every method returns a leading dimension for the groups (1 for most layers). The parameters are
+    the module's ``weight`` and ``bias``; the bias belongs to the homogeneous coordinate, which
+    comes first.
+    """
+
+    roles: ClassVar[tuple[str, ...]] = ("bias", "weight")
+
+    @property
+    def groups(self) -> int:
+        return 1
+
+    @property
+    def offsets(self) -> int:
+        """|D|, the number of pixels in a kernel."""
+        return 1
+
+    def row_source(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """Return the tensor that rows are cut from: the inputs, unless the layer changes them."""
+        return inputs
+
     @abstractmethod
-    def statistics(self, inverse: Inverse | None = None) -> Statistics:
-        """A new, empty gathering.
+    def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+        """Return Σ rowᵀ row, (groups, n, n), or its diagonal (groups, n), over all rows.
 
         Args:
-            inverse: the layer's present one, if there is one for the parameters trained now.
+            source: what :meth:`row_source` returns.
+            homogeneous: prepend a 1 to every row.
+            diagonal: compute the diagonal only. ``kfc.moments.row_moment`` supports both.
+        """
+
+    def activation_rows(self, source: Tensor) -> Tensor:
+        """Return the rows, (groups, rows, J|D|), one per output location.
+
+        :meth:`activation_moment` usually has a cheaper way; gradients of single examples need the
+        rows themselves.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define activation_rows, which gradients of single "
+            "examples need"
+        )
+
+    @abstractmethod
+    def derivative_rows(self, derivatives: Tensor) -> Tensor:
+        """Return the derivatives at each output location, (groups, rows, I)."""
+
+    def rows_first(self, values: Tensor, examples: int) -> Tensor:
+        """Return inputs or derivatives with the rows of each example next to each other."""
+        return values
+
+    def example_gradients(
+        self, source: Tensor | None, derivatives: Tensor, examples: int
+    ) -> Tensor:
+        """Return Σ_t Ds_t (1, a_t) of each example, (examples, groups, I, n).
+
+        Args:
+            source: what :meth:`row_source` returns, example by example; may be ``None`` if the
+                weight is not trained.
+            derivatives: with respect to the call's outputs.
+        """
+        trained = self.trained()
+        columns = self.derivative_rows(derivatives.to(self.dtype))
+        # (groups, examples · locations, I) -> (examples, groups, locations, I)
+        columns = columns.unflatten(1, (examples, -1)).transpose(0, 1)
+        parts = [columns.sum(2).unsqueeze(-1)] if "bias" in trained else []
+        if "weight" in trained:
+            assert source is not None
+            rows = self.activation_rows(source.to(self.dtype)).unflatten(1, (examples, -1))
+            parts.append(columns.mT @ rows.transpose(0, 1))
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+    def pixel_rows(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """Return the activations at each input location, (groups, pixels, J)."""
+        return self.activation_rows(self.row_source(inputs, outputs))
+
+    def boundary_counts(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """Return the boundary counts β summed over a call's rows, (1 + |D|, 1 + |D|).
+
+        Entry (d, d′) counts the rows that see a pixel at both kernel offsets; see
+        :mod:`kfc.moments.stationary`. By default there is one offset, which always sees one.
+        """
+        rows = self.derivative_rows(outputs).shape[1]
+        return inputs.new_full((2, 2), rows, dtype=self.dtype)
+
+    @abstractmethod
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        """Return a tensor shaped like the weight as matrices, (groups, I, J|D|)."""
+
+    @abstractmethod
+    def weight_from_matrix(self, matrix: Tensor) -> Tensor:
+        """Invert :meth:`weight_to_matrix`."""
+
+    def to_matrix(self, tensors: dict[str, Tensor]) -> Tensor:
+        """Return tensors shaped like the bias and the weight, by role, as (groups, I, n)."""
+        parts = []
+        if "bias" in tensors:
+            parts.append(tensors["bias"].reshape(self.groups, -1, 1))
+        if "weight" in tensors:
+            parts.append(self.weight_to_matrix(tensors["weight"]))
+        return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+
+    def from_matrix(self, matrix: Tensor) -> dict[str, Tensor]:
+        """Invert :meth:`to_matrix` for the trained parameters."""
+        trained, result = self.trained(), {}
+        if "bias" in trained:
+            result["bias"] = matrix[:, :, 0].reshape(-1)
+            matrix = matrix[:, :, 1:]
+        if "weight" in trained:
+            result["weight"] = self.weight_from_matrix(matrix)
+        return result
+
+    def factor_sizes(self) -> tuple[int, int]:
+        """Return (n, I), the widths of Ω and Γ, for the parameters trained now."""
+        _, rows, columns = self.weight_to_matrix(self.weight).shape
+        trained = self.trained()
+        return ("bias" in trained) + ("weight" in trained) * columns, rows
+
+
+class NormalisationLayer(Layer):
+    """A layer that computes scale · x̂ + shift per channel."""
+
+    roles: ClassVar[tuple[str, ...]] = ("weight", "bias")
+
+    @abstractmethod
+    def normaliser(self, inputs: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return a function that computes x̂ from a call's inputs, as the module did in that call.
+
+        The function receives the inputs again and does not hold them. x̂ is computed from the input
+        rather than divided out of the output, because the scale may be zero.
         """
 
     @abstractmethod
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the running averages, for the parameters trained now."""
+    def channel_rows(self, values: Tensor, examples: int) -> Tensor:
+        """Return values shaped like the inputs as (rows, locations, channels).
 
-    @abstractmethod
-    def invert(self, running: tuple[Tensor, ...], damping: float, kind: str) -> Inverse:
-        """The inverse of the block, damped by δ = λ + γ."""
-
-    def continued(self, inverse: Inverse, previous: Inverse) -> Inverse:
-        """A new inverse with what the one that it takes the place of had measured."""
-        return inverse
-
-    def measured_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of what statistics that have an inverse measure for it."""
-        return ()
-
-    def updated(self, inverse: Inverse, means: tuple[Tensor, ...], decay: float) -> Inverse:
-        """The inverse with what its statistics gave for it, beside the running averages.
-
-        Args:
-            means: what ``moments`` had beyond what ``shapes`` tells of.
-            decay: the weight of what the inverse knew before.
+        A row belongs to one example.
         """
-        return inverse
 
-    def redamp(
-        self, inverse: Inverse, running: tuple[Tensor, ...], damping: float, kind: str
-    ) -> Inverse:
-        """The inverse of the same block with another damping."""
-        return self.invert(running, damping, kind)
 
-    @abstractmethod
-    def inverse_shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
-        """The shapes of an inverse's tensors, for the parameters trained now."""
+def is_sequence_first(leading: torch.Size, examples: int) -> bool:
+    """Return whether leading dimensions are (length, N, ...), as in recurrent layers.
 
-    def inverse_triangles(self, kind: str) -> tuple[str, ...]:
-        """Those of an inverse's tensors of which the lower triangle says all."""
-        return ()
-
-    @abstractmethod
-    def restore_inverse(self, tensors: Mapping[str, Tensor], kind: str) -> Inverse:
-        """An inverse from its tensors, as a checkpoint or another process has them."""
-
-    @abstractmethod
-    def natural_gradient(
-        self, inverse: Inverse, gradients: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """The inverse times the gradients of the trained parameters, by role."""
-
-    def note(self) -> str:
-        """What ``describe`` should say beyond the treatment's name."""
-        return ""
-
-    def summary(self, running: tuple[Tensor, ...]) -> dict[str, Any]:
-        """Numbers for ``diagnostics``."""
-        return {}
+    Frames folded into the batch in front of a dimension that happens to be N look the same, but
+    are rarer. If the length equals N, the first dimension is taken to be that of the examples.
+    """
+    return len(leading) > 1 and leading[0] != examples and leading[1] == examples

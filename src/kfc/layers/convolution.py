@@ -1,6 +1,4 @@
-"""Convolutions, whose rows are patches of their input; transposed ones too."""
-
-from __future__ import annotations
+"""Convolutions and transposed convolutions, whose rows are patches of their input."""
 
 from dataclasses import replace
 from math import prod
@@ -10,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from kfc.layers.factored import KroneckerHandler
-from kfc.patches import Window, patch_chunks, window_moment
+from kfc.layers.base import MatrixLayer
+from kfc.moments.patches import Window, patch_chunks, window_moment
 
 
-class ConvolutionHandler(KroneckerHandler):
+class ConvolutionLayer(MatrixLayer):
     """``nn.Conv1d/2d/3d``: a row is a patch of the input; one pair of factors per group."""
 
     module: _ConvNd
@@ -56,10 +54,10 @@ class ConvolutionHandler(KroneckerHandler):
         return torch.cat(list(patch_chunks(source, self.window())), dim=1)
 
     def pixel_rows(self, inputs: Tensor, outputs: Tensor) -> Tensor:
-        return self.derivative_rows(inputs)  # inputs lie in memory as outputs do
+        return self.derivative_rows(inputs)  # inputs have the layout of outputs
 
-    def offset_counts(self, inputs: Tensor, outputs: Tensor) -> Tensor:
-        """By counting: the second moment of the patches of a map of ones."""
+    def boundary_counts(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """Return the second moment of the patches of a map of ones."""
         maps = self.with_batch(inputs)
         ones = maps.new_ones(1, 1, *maps.shape[2:], dtype=self.dtype)
         source, window = self.row_source(ones, outputs), replace(self.window(), groups=1)
@@ -82,12 +80,12 @@ class ConvolutionHandler(KroneckerHandler):
         return matrix.reshape(self.weight.shape)
 
     def with_batch(self, maps: Tensor) -> Tensor:
-        """Convolutions also take a single example without its batch dimension."""
+        """Return maps with a batch dimension, which a single example may lack."""
         return maps if maps.dim() == self.dims + 2 else maps.unsqueeze(0)
 
 
-class TransposedConvolutionHandler(ConvolutionHandler):
-    """``nn.ConvTranspose1d/2d/3d``: a convolution over the input with zeros stuffed in between.
+class TransposedConvolutionLayer(ConvolutionLayer):
+    """``nn.ConvTranspose1d/2d/3d``: a convolution over the input with zeros between its pixels.
 
     Row i of the matrix is (bias_i, weight[:, i].flatten()); locations are output locations.
     """
@@ -101,7 +99,7 @@ class TransposedConvolutionHandler(ConvolutionHandler):
         return Window(conv.kernel_size, ones, none, conv.dilation, conv.groups)
 
     def row_source(self, inputs: Tensor, outputs: Tensor) -> Tensor:
-        """Zeros between the pixels, and as many around them as the kernel reaches the outputs."""
+        """Return the input with zeros between its pixels and around them, in the kernel's reach."""
         conv, maps = self.module, self.with_batch(inputs)
         sizes = [s * (n - 1) + 1 for n, s in zip(maps.shape[2:], conv.stride, strict=True)]
         stuffed = maps.new_zeros(*maps.shape[:2], *sizes)
@@ -113,7 +111,7 @@ class TransposedConvolutionHandler(ConvolutionHandler):
         for axis in reversed(range(self.dims)):
             extent = conv.dilation[axis] * (conv.kernel_size[axis] - 1)
             before = extent - int(conv.padding[axis])
-            # Not from output_padding: a call's output_size= may ask for another.
+            # Not from output_padding: the call's output_size= may override it.
             locations = outputs.shape[axis - self.dims]
             padding += [before, locations + extent - before - sizes[axis]]
         return F.pad(stuffed, padding)

@@ -1,6 +1,4 @@
-"""Which handler a module gets, and how every parameter of a model is treated."""
-
-from __future__ import annotations
+"""Which layer class describes a module, and how every parameter of a model is treated."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -10,123 +8,78 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
-from kfc.layers.base import Handler
-from kfc.layers.convolution import ConvolutionHandler, TransposedConvolutionHandler
-from kfc.layers.factored import KroneckerHandler, LinearHandler
+from kfc.layers.base import Layer
+from kfc.layers.convolution import ConvolutionLayer, TransposedConvolutionLayer
+from kfc.layers.linear import LinearLayer
 from kfc.layers.normalisation import (
-    BatchNormHandler,
-    GroupNormHandler,
-    InstanceNormHandler,
-    LayerNormHandler,
-    RMSNormHandler,
+    BatchNormLayer,
+    GroupNormLayer,
+    InstanceNormLayer,
+    LayerNormLayer,
+    RMSNormLayer,
 )
-from kfc.layers.structures import STRUCTURES
 
 
 @dataclass(frozen=True)
 class PlainGradient:
-    """No Fisher block: the parameters follow their plain gradient, for this reason."""
+    """The treatment of parameters without a Fisher block, with the reason."""
 
     reason: str
 
 
 @singledispatch
-def handler_for(module: nn.Module) -> Handler | PlainGradient:
-    """The handler of a module; register a function by module type to add one."""
-    return PlainGradient(f"no handler for {type(module).__name__}")
+def layer_for(module: nn.Module) -> Layer | PlainGradient:
+    """Return the layer that describes a module; register a function by module type to add one."""
+    return PlainGradient(f"no layer class for {type(module).__name__}")
 
 
-@handler_for.register(nn.Linear)
-def _(module: nn.Linear) -> Handler:
-    return LinearHandler(module)
-
-
-@handler_for.register(NonDynamicallyQuantizableLinear)
+@layer_for.register(NonDynamicallyQuantizableLinear)
 def _(module: nn.Module) -> PlainGradient:
     return PlainGradient("attention reads this weight without calling the module")
 
 
-@handler_for.register(nn.Conv1d)
-@handler_for.register(nn.Conv2d)
-@handler_for.register(nn.Conv3d)
-def _(module: nn.Module) -> Handler:
-    return ConvolutionHandler(module)
-
-
-@handler_for.register(nn.ConvTranspose1d)
-@handler_for.register(nn.ConvTranspose2d)
-@handler_for.register(nn.ConvTranspose3d)
-def _(module: nn.Module) -> Handler:
-    return TransposedConvolutionHandler(module)
-
-
-@handler_for.register(nn.BatchNorm1d)
-@handler_for.register(nn.BatchNorm2d)
-@handler_for.register(nn.BatchNorm3d)
-@handler_for.register(nn.SyncBatchNorm)
-def _(module: nn.Module) -> Handler:
-    return BatchNormHandler(module)
-
-
-@handler_for.register(nn.InstanceNorm1d)
-@handler_for.register(nn.InstanceNorm2d)
-@handler_for.register(nn.InstanceNorm3d)
-def _(module: nn.Module) -> Handler:
-    return InstanceNormHandler(module)
-
-
-@handler_for.register(nn.GroupNorm)
-def _(module: nn.Module) -> Handler:
-    return GroupNormHandler(module)
-
-
-@handler_for.register(nn.LayerNorm)
-def _(module: nn.Module) -> Handler:
-    return LayerNormHandler(module)
-
-
-@handler_for.register(nn.RMSNorm)
-def _(module: nn.Module) -> Handler:
-    return RMSNormHandler(module)
+LAYERS: dict[type[Layer], tuple[type[nn.Module], ...]] = {
+    LinearLayer: (nn.Linear,),
+    ConvolutionLayer: (nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    TransposedConvolutionLayer: (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    BatchNormLayer: (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    InstanceNormLayer: (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    GroupNormLayer: (nn.GroupNorm,),
+    LayerNormLayer: (nn.LayerNorm,),
+    RMSNormLayer: (nn.RMSNorm,),
+}
+for _layer, _modules in LAYERS.items():
+    for _module in _modules:
+        layer_for.register(_module, _layer)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model's parameters are treated.
+    """How the parameters of a model are treated.
 
     Attributes:
-        handlers: by the layer's name in ``named_modules()``; of tied modules, the first one's.
+        layers: the layers by name in ``named_modules()``; tied modules have their first name.
         plain: the reason for the plain gradient, by parameter name.
         layer_of: the (layer, role) of every other parameter, by parameter name.
-        curvature: how the blocks of linear and convolutional layers are approximated.
     """
 
-    handlers: dict[str, Handler]
+    layers: dict[str, Layer]
     plain: dict[str, str]
     layer_of: dict[str, tuple[str, str]]
-    curvature: str
 
 
-def plan_layers(model: nn.Module, max_factor_size: int, curvature: str = "kfc") -> Plan:
-    """Give every parameter of the model a handler, or a reason for having none.
-
-    Args:
-        max_factor_size: factors wider than this keep their diagonal only.
-        curvature: a key of ``kfc.layers.structures.STRUCTURES``.
-    """
+def find_layers(model: nn.Module) -> Plan:
+    """Give every parameter of the model a layer, or a reason for the plain gradient."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners = {name: m for name, m in model.named_modules() if _own_parameters(m)}
     treatments = {name: _treatment(name, module) for name, module in owners.items()}
     leaders = _join_tied(owners, treatments)
 
-    plan = Plan({}, {}, {}, curvature)
+    plan = Plan({}, {}, {})
     for name, module in owners.items():
         treatment = treatments[name]
-        if isinstance(treatment, Handler) and leaders[name] == name:
-            treatment.max_factor_size = max_factor_size
-            if isinstance(treatment, KroneckerHandler):
-                treatment.structure = STRUCTURES[curvature]
-            plan.handlers[name] = treatment
+        if isinstance(treatment, Layer) and leaders[name] == name:
+            plan.layers[name] = treatment
         for role, parameter in _own_parameters(module).items():
             key = names[id(parameter)]
             if isinstance(treatment, PlainGradient):
@@ -134,7 +87,7 @@ def plan_layers(model: nn.Module, max_factor_size: int, curvature: str = "kfc") 
             elif role in treatment.roles:
                 plan.layer_of[key] = (leaders[name], role)
             else:
-                plan.plain[key] = f"{type(module).__name__}'s handler does not cover {role!r}"
+                plan.plain[key] = f"{type(treatment).__name__} does not cover {role!r}"
     return plan
 
 
@@ -142,7 +95,7 @@ def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {role: p for role, p in module._parameters.items() if p is not None}
 
 
-def _treatment(name: str, module: nn.Module) -> Handler | PlainGradient:
+def _treatment(name: str, module: nn.Module) -> Layer | PlainGradient:
     for role, parameter in _own_parameters(module).items():
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(
@@ -153,33 +106,33 @@ def _treatment(name: str, module: nn.Module) -> Handler | PlainGradient:
             raise ValueError(
                 f"{name}.{role} has dtype {parameter.dtype}; only real parameters can be trained"
             )
-    treatment = handler_for(module)
+    treatment = layer_for(module)
     if isinstance(treatment, PlainGradient):
         return treatment
     if module._parameters.get("weight") is None:
         if not hasattr(module, "weight"):
             raise ValueError(
-                f"{name} has a handler, but no parameter called 'weight': handlers cover a "
-                "module's own 'weight' and 'bias'"
+                f"{name} has a layer class, but no parameter called 'weight': layer classes cover "
+                "a module's own 'weight' and 'bias'"
             )
         return PlainGradient("its weight is computed from other parameters (parametrised)")
-    known = next(cls for cls in type(module).__mro__ if cls in handler_for.registry)
+    known = next(cls for cls in type(module).__mro__ if cls in layer_for.registry)
     for method in ("forward", "_conv_forward"):
         inherited = getattr(type(module), method, None) is getattr(known, method, None)
         if method in module.__dict__ or not inherited:
             return PlainGradient(
-                f"{type(module).__name__} has a {method} of its own; register a handler for it"
+                f"{type(module).__name__} overrides {method}; register a layer class for it"
             )
     return treatment
 
 
 def _join_tied(
-    owners: dict[str, nn.Module], treatments: dict[str, Handler | PlainGradient]
+    owners: dict[str, nn.Module], treatments: dict[str, Layer | PlainGradient]
 ) -> dict[str, str]:
-    """Join modules that share parameters; return the name of each one's layer.
+    """Join modules that share parameters; return the layer name of each module.
 
     Modules of one configuration that share all their parameters become one layer, called several
-    times. Any other tie has no Kronecker factors: those modules are given the plain gradient.
+    times. Any other tie has no Kronecker factors: those modules get the plain gradient.
     """
     sharers: dict[int, list[str]] = defaultdict(list)
     for name, module in owners.items():
@@ -187,29 +140,31 @@ def _join_tied(
             sharers[id(parameter)].append(name)
     ties = [names for names in sharers.values() if len(names) > 1]
 
+    joined: set[str] = set()
     unsettled = True
     while unsettled:
         unsettled = False
         for names in ties:
             if len({_configuration(owners[name], treatments[name]) for name in names}) == 1:
                 continue
+            reason = f"{' and '.join(map(repr, names))} share a parameter and use it differently"
             for name in names:
-                if isinstance(treatments[name], Handler):
-                    others = ", ".join(repr(other) for other in names if other != name)
-                    treatments[name] = PlainGradient(f"tied to {others}, a different kind of use")
-                    unsettled = True
+                unsettled |= isinstance(treatments[name], Layer)
+                if name not in joined:
+                    treatments[name] = PlainGradient(reason)
+                    joined.add(name)
 
     leaders = {name: name for name in owners}
     for names in ties:
         leader = treatments[names[0]]
-        if isinstance(leader, Handler):
-            leader.modules = [owners[name] for name in names]
+        if isinstance(leader, Layer):
+            leader.tie(tuple(owners[name] for name in names))
             leaders.update(dict.fromkeys(names, names[0]))
     return leaders
 
 
-def _configuration(module: nn.Module, treatment: Handler | PlainGradient) -> object:
-    """Equal for modules whose calls can count as calls of one layer."""
+def _configuration(module: nn.Module, treatment: Layer | PlainGradient) -> object:
+    """Return a value that is equal for modules whose calls can count as calls of one layer."""
     if isinstance(treatment, PlainGradient):
         return "plain"
     shared = tuple((role, id(p)) for role, p in _own_parameters(module).items())

@@ -1,9 +1,7 @@
-"""``nn.SyncBatchNorm`` in plain operations: batch statistics of all ranks of its process group.
+"""``nn.SyncBatchNorm`` in plain operations, with the batch statistics of all its ranks.
 
-torch's own kernel keeps its statistics to itself, and has no forward mode.
+torch's own kernel does not expose its statistics and has no forward-mode derivative.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 
 
 def synchronising_group(module: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks whose examples the module normalises together now; ``None``: each its own."""
+    """Return the ranks whose examples the module normalises together; ``None``: only its own."""
     if not (isinstance(module, nn.SyncBatchNorm) and module.training):
         return None
     if not (dist.is_available() and dist.is_initialized()):
@@ -23,26 +21,26 @@ def synchronising_group(module: nn.Module) -> dist.ProcessGroup | None:
 
 
 def mixes_ranks(model: nn.Module) -> bool:
-    """Whether an example's output depends on those of other ranks.
+    """Return whether an example's output depends on examples of other ranks.
 
-    All ranks then go forward and backward together: each pass is full of collectives.
+    Every forward and backward pass then contains collectives, which all ranks must reach.
     """
     return any(synchronising_group(module) is not None for module in model.modules())
 
 
 def batch_moments(inputs: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """(channels,) each: mean and variance (biased) over the inputs, (M, C, *map), of all ranks."""
+    """Return mean and (biased) variance, (channels,), over the inputs (M, C, *map) of all ranks."""
     others = [0, *range(2, inputs.dim())]
     count = inputs.new_tensor([inputs.numel() // inputs.shape[1]])
     sums = _sum_over_ranks(torch.cat([inputs.sum(others), count]), group)
     mean, count = sums[:-1] / sums[-1], sums[-1]
-    # From the deviations, in a second message: a mean of squares would cancel in float32.
+    # From the deviations, in a second message: a mean of squares would lose digits in float32.
     squares = (inputs - _per_channel(mean, inputs)).square().sum(others)
     return mean, _sum_over_ranks(squares, group) / count
 
 
 def normalise_over_ranks(norm: nn.SyncBatchNorm, inputs: Tensor) -> Tensor:
-    """The module's output, by operations that have a forward mode; no buffer changes."""
+    """Return the module's output, by operations with a forward mode; buffers do not change."""
     group = synchronising_group(norm)
     assert group is not None
     wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
@@ -66,7 +64,7 @@ def _sum_over_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Every rank's total depends on every rank's values: changes, and derivatives, add up too."""
+    """Sum values over ranks; tangents and derivatives are summed likewise."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,6 +1,7 @@
-"""Optimizers built on the curvature."""
+"""The optimizers and what they share."""
 
 from kfc.optimizers.kfac import KFAC
 from kfc.optimizers.kfc import KFC
+from kfc.optimizers.preconditioner import Preconditioner
 
-__all__ = ["KFAC", "KFC"]
+__all__ = ["KFAC", "KFC", "Preconditioner"]

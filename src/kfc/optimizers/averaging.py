@@ -1,7 +1,5 @@
 """The averaged iterate: an exponential moving average of the parameters (Algorithm 1)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -10,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfc.checks import moved
+from kfc._checks import moved
 
-# Under which name a parameter's average is kept in the optimizer's state.
+# The key of a parameter's average in the optimizer's state.
 KEY = "average"
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -23,7 +21,7 @@ def has_average(parameter: Tensor, state: State) -> bool:
 
 
 def start_averages(parameters: Iterable[Tensor], state: State) -> None:
-    """Averages begin at θ₀, in float32 at least: small steps must not be rounded away."""
+    """Start averages at θ₀, in float32 at least: small steps must not be rounded away."""
     for parameter in parameters:
         if KEY not in state[parameter]:
             wide = torch.promote_types(parameter.dtype, torch.float32)
@@ -33,10 +31,11 @@ def start_averages(parameters: Iterable[Tensor], state: State) -> None:
 def update_averages(
     parameters: Iterable[Tensor], state: State, timescale: float, bad: Tensor | None
 ) -> None:
-    """average ← ζ average + (1 - ζ) θ with ζ = exp(-1/τ), τ in updates.
+    """Update the averages: θ̄ ← ζ θ̄ + (1 - ζ) θ with ζ = exp(-1/τ), τ in updates.
 
     Args:
-        bad: if only the device knows, whether there was no update, so that averages stay.
+        bad: a boolean scalar; if true, there was no update and the averages stay. ``None``: there
+            was one.
     """
     parameters = list(parameters)
     averages = [state[parameter][KEY] for parameter in parameters]
@@ -54,7 +53,7 @@ def update_averages(
 
 @contextmanager
 def swapped_in(parameters: Iterable[Tensor], state: State) -> Iterator[None]:
-    """Let the parameters hold their averages; they get their own values back, come what may."""
+    """Replace the parameters by their averages until the context ends."""
     kept = [(p, p.detach().clone()) for p in parameters if has_average(p, state)]
     try:
         with torch.no_grad():

@@ -1,144 +1,134 @@
-"""Clipping by the exact Fisher norm, evaluated no more often than it can matter.
+"""Clipping by the exact Fisher norm, computed no more often than necessary.
 
-ν = vᵀ F v + λ vᵀ v costs a forward-mode pass over a part of the batch, and the host has to wait for
-it. The same number under the approximate Fisher matrix, vᵀ F̂ v = α² ∇hᵀ F̂⁻¹ ∇h, costs one inner
-product. The ratio of the two changes slowly, so that a few exact values tell when ν is far from
-the limit; an update that turns out not to be, in between, is shortened by the estimate.
+ν = vᵀFv + λvᵀv costs a forward-mode pass over a part of the batch, which the host waits for. The
+same number under the approximate Fisher matrix, vᵀF̂v = α² ∇hᵀF̂⁻¹∇h, costs one inner product. Their
+ratio changes slowly, so that a few exact values tell when ν is far below the limit. In between, an
+update that may exceed the limit is shortened by the estimate.
 """
 
-from __future__ import annotations
-
 import math
-from collections import deque
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from torch import Tensor
 
-from kfc.checks import moved, require_keys
+from kfc._checks import moved, require_keys
+from kfc.optimizers.options import FisherClip
 
-# ν is taken to be below MARGIN times what the largest recent ratio predicts.
+# ν is assumed to be below MARGIN times what the largest recent ratio predicts.
 MARGIN = 2.0
-# How many recent exact values are kept to predict from.
+# The number of recent exact values that predictions use.
 MEMORY = 5
-# Exact values are never further apart than this.
+# The largest number of steps between exact values.
 LONGEST_GAP = 16
 
 
-class FisherClip:
-    """Decides by how much an update is shortened.
+@dataclass
+class ClipState:
+    """What the clip remembers between steps.
 
-    Args:
-        limit: C; updates with ν > C are divided by sqrt(ν / C).
-        period: evaluate ν every so many steps, and let the others pass; ``None``: as often as it
-            takes to be sure.
+    Attributes:
+        norm: ν when it was last computed.
+        factor: the factor of the last update.
+        evaluations: how often ν was computed.
+        guards: how many updates the estimate shortened.
+        guards_seen: their number when ν was last computed.
+        age: the number of steps since ν was last computed.
+        gap: the number of steps between computations of ν.
+        ratios: recent ratios of ν to its estimate.
     """
 
-    def __init__(self, limit: float, period: int | None) -> None:
-        self.limit = limit
-        self.period = period
-        self.norm = float("nan")
-        self.evaluations = 0
-        self._factor: float | Tensor = 1.0
-        self._guards: int | Tensor = 0
-        self._guards_seen = 0
-        self._age = 0
-        self._gap = 1
-        self._ratios: deque[float] = deque(maxlen=MEMORY)
+    norm: float = math.nan
+    factor: float | Tensor = 1.0
+    evaluations: int = 0
+    guards: int | Tensor = 0
+    guards_seen: int = 0
+    age: int = 0
+    gap: int = 1
+    ratios: list[float] = field(default_factory=list)
+
+
+class NormClip:
+    """Decides by how much an update is shortened."""
+
+    def __init__(self, options: FisherClip) -> None:
+        self.limit = options.limit
+        self.fraction = options.fraction
+        self.period = options.period
+        self._state = ClipState()
 
     @property
     def lowest_rate(self) -> float:
-        """Evaluations per step when ν is far below the limit, or as the period says."""
+        """The evaluations per step if ν is far below the limit, or if the period is fixed."""
         return 1 / (self.period or LONGEST_GAP)
 
-    @property
-    def factor(self) -> float:
-        """What the last update was multiplied by."""
-        return float(self._factor)
-
-    @property
-    def guards(self) -> int:
-        """How many updates were shortened by the estimate."""
-        return int(self._guards)
-
     def is_due(self) -> bool:
-        """Whether ν has to be evaluated for the coming update."""
+        """Return whether ν must be computed for the coming update."""
+        state = self._state
         if self.period is not None:
-            return self._age + 1 >= self.period or not self.evaluations
-        return self._age + 1 >= self._gap or not self._ratios
+            return state.age + 1 >= self.period or not state.evaluations
+        return state.age + 1 >= state.gap or not state.ratios
 
     def shorten(self, estimate: Tensor, norm: Tensor) -> float | None:
-        """What to multiply an update by whose ν was evaluated; ``None`` if that is not finite.
+        """Return the factor of an update whose ν was computed; ``None`` if ν is not finite.
 
         Args:
-            estimate: vᵀ F̂ v of the update.
+            estimate: vᵀF̂v of the update.
             norm: ν.
         """
         exact = norm.item()
         if not math.isfinite(exact):
             return None
-        self._learn(estimate.item(), exact, self.guards)
-        self._factor = (self.limit / exact) ** 0.5 if exact > self.limit else 1.0
-        return self._factor
-
-    def guard(self, estimate: Tensor) -> float | Tensor:
-        """What to multiply an update by whose ν was not evaluated; decided on its device."""
-        self._age += 1
-        if self.period is not None:
-            self._factor = 1.0
-            return 1.0
-        # Of a gradient that the curvature does not see, rounding may leave less than nothing.
-        largest = MARGIN * max(self._ratios) * estimate.clamp_min(0)
-        factor = (self.limit / largest).clamp(max=1).sqrt()
-        guarded = (factor < 1).long()
-        before = self._guards
-        if isinstance(before, Tensor):
-            before = moved(before, guarded.device)
-        self._guards = guarded + before
-        self._factor = factor
+        self._learn(estimate.item(), exact)
+        factor = (self.limit / exact) ** 0.5 if exact > self.limit else 1.0
+        self._state.factor = factor
         return factor
 
-    def _learn(self, estimate: float, norm: float, guards: int) -> None:
-        """Look again later if ν was as predicted and well below the limit, else at once."""
-        expected = max(self._ratios, default=math.inf) * estimate
-        guarded = guards > self._guards_seen
-        calm = MARGIN * norm < self.limit and norm < MARGIN * expected and not guarded
-        self._gap = min(2 * self._gap, LONGEST_GAP) if calm else 1
+    def guard(self, estimate: Tensor) -> float | Tensor:
+        """Return the factor of an update whose ν was not computed, as a tensor on its device."""
+        state = self._state
+        state.age += 1
+        if self.period is not None:
+            state.factor = 1.0
+            return 1.0
+        # Rounding can make the estimate of a gradient without curvature negative.
+        largest = MARGIN * max(state.ratios) * estimate.clamp_min(0)
+        factor = (self.limit / largest).clamp(max=1).sqrt()
+        guarded, before = (factor < 1).long(), state.guards
+        before = moved(before, guarded.device) if isinstance(before, Tensor) else before
+        state.guards, state.factor = guarded + before, factor
+        return factor
+
+    def _learn(self, estimate: float, norm: float) -> None:
+        """Double the gap if ν was as predicted and well below the limit, else reset it."""
+        state, guards = self._state, int(self._state.guards)
+        expected = max(state.ratios, default=math.inf) * estimate
+        as_predicted = norm < MARGIN * expected and guards == state.guards_seen
+        calm = MARGIN * norm < self.limit and as_predicted
+        state.gap = min(2 * state.gap, LONGEST_GAP) if calm else 1
         if 0 < estimate < math.inf:
-            self._ratios.append(norm / estimate)
-        self.norm = norm
-        self.evaluations += 1
-        self._guards = self._guards_seen = guards
-        self._age = 0
+            state.ratios = [*state.ratios, norm / estimate][-MEMORY:]
+        state.norm, state.age = norm, 0
+        state.evaluations += 1
+        state.guards = state.guards_seen = guards
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "norm": self.norm,
-            "factor": self.factor,
-            "evaluations": self.evaluations,
-            "guards": self.guards,
-            "guards_seen": self._guards_seen,
-            "age": self._age,
-            "gap": self._gap,
-            "ratios": list(self._ratios),
-        }
+        """Return the state as numbers; waits for the device."""
+        state = replace(
+            self._state, factor=float(self._state.factor), guards=int(self._state.guards)
+        )
+        return asdict(state)
 
     @staticmethod
     def check_state(state: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` if it is not what ``state_dict`` gives."""
-        expected = FisherClip(1.0, None).state_dict()
+        """Raise ``ValueError`` unless the state is one that :meth:`state_dict` returns."""
+        expected = asdict(ClipState())
         require_keys("clip state", state, expected)
         for name, example in expected.items():
             fits = list if isinstance(example, list) else (int, float)
             if not isinstance(state[name], fits):
-                raise ValueError(f"the clip state's {name} cannot be {state[name]!r}")
+                raise ValueError(f"the clip state's {name} is invalid: {state[name]!r}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.norm = state["norm"]
-        self.evaluations = state["evaluations"]
-        self._factor = state["factor"]
-        self._guards = state["guards"]
-        self._guards_seen = state["guards_seen"]
-        self._age = state["age"]
-        self._gap = state["gap"]
-        self._ratios = deque(state["ratios"], maxlen=MEMORY)
+        self._state = ClipState(**{each.name: state[each.name] for each in fields(ClipState)})

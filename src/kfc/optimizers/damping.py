@@ -1,47 +1,49 @@
-"""The two dampings of appendix A.2, and how they adapt."""
+"""The two dampings of appendix A.2, which adapt."""
 
-from __future__ import annotations
+from kfc.optimizers.options import Adaptation
 
-# Beyond these the damping alone, or not at all, decides; and float32 would lose it.
+# Outside these bounds the damping dominates or vanishes, and float32 would lose it.
 LOWEST, HIGHEST = 1e-10, 1e10
-# What λ is multiplied by when a step led to a loss that is not finite.
+# The factor of λ after a step that led to a loss that is not finite.
 ALARM = 10.0
 
 
 class ModelDamping:
-    """λ, which makes up for what the quadratic model leaves out of the objective.
+    """λ, which accounts for what the quadratic model leaves out of the objective.
 
-    Args:
-        fixed: a number to stay at, or ``None``: adapted by the Levenberg-Marquardt rule.
-        initial: where to begin.
-        decrease: λ is multiplied by it if the model predicts well, divided if it predicts badly.
-        period: adapt every so many steps.
+    It is fixed, or adapts by the Levenberg-Marquardt rule.
     """
 
-    def __init__(self, fixed: float | None, initial: float, decrease: float, period: int) -> None:
+    def __init__(self, options: Adaptation) -> None:
+        fixed = options.model_damping
         self.adapts = fixed is None
-        self.value = initial if fixed is None else fixed
-        self.decrease = decrease
-        self.period = period
+        self.value = options.initial_model_damping if fixed is None else fixed
+        self.decrease = options.model_damping_decrease
+        self.period = options.model_damping_period
 
     def is_due(self, step: int) -> bool:
         return self.adapts and step % self.period == 0
 
     def adapt(self, reduction_ratio: float) -> None:
-        """By ρ, the change of the objective over what the model said."""
+        """Adapt to ρ, the change of the objective over the predicted change."""
         if reduction_ratio > 0.75:
             self._set(self.value * self.decrease)
         elif reduction_ratio < 0.25:
             self._set(self.value / self.decrease)
 
     def raise_alarm(self) -> bool:
-        """Much more of it, if that is possible; whether it was."""
+        """Raise λ tenfold if possible; return whether it was."""
         if not self.adapts or self.value >= HIGHEST:
             return False
         self._set(max(self.value, LOWEST) * ALARM)
         return True
 
+    def reset(self, value: float) -> None:
+        """Return to an earlier value."""
+        self.value = value
+
     def resume_at(self, value: float) -> None:
+        """Continue from a saved value, unless λ is fixed."""
         if self.adapts:
             self._set(value)
 
@@ -50,31 +52,34 @@ class ModelDamping:
 
 
 class FactorDamping:
-    """γ, which makes up for what the Kronecker factors leave out of the Fisher matrix.
+    """γ, which accounts for what the Kronecker factors leave out of the Fisher matrix.
 
-    It enters the factors as (Ω + π γ I) ⊗ (Γ + γ/π I), which is γ² in all.
+    It enters the factors as (Ω + π γ I) ⊗ (Γ + γ/π I), which is γ² in all. It is fixed, or the best
+    of three candidates is chosen periodically.
 
     Args:
-        fixed: a number to stay at, or ``None``: the best of three is chosen again and again.
-        initial: where to begin.
-        factor: between neighbouring candidates, below 1.
-        period: choose every so many steps.
+        initial: the initial γ if it adapts.
     """
 
-    def __init__(self, fixed: float | None, initial: float, factor: float, period: int) -> None:
-        self.adapts = fixed is None
-        self.value = initial if fixed is None else fixed
-        self.factor = factor
-        self.period = period
+    def __init__(self, options: Adaptation, initial: float) -> None:
+        self.adapts = options.factor_damping is None
+        self.value = initial if options.factor_damping is None else options.factor_damping
+        self.factor = options.factor_damping_factor
+        self.period = options.factor_damping_period
 
     def is_due(self, step: int) -> bool:
         return self.adapts and step % self.period == 0
 
+    def reset(self, value: float) -> None:
+        """Change γ."""
+        self.value = value
+
     def resume_at(self, value: float) -> None:
+        """Continue from a saved value, unless γ is fixed."""
         if self.adapts:
             self.value = min(max(value, LOWEST**0.5), HIGHEST**0.5)
 
     def candidates(self) -> list[float]:
-        """The present value first."""
+        """Return the candidates, the present value first."""
         others = [self.value * self.factor, self.value / self.factor]
         return [self.value, *(v for v in others if LOWEST**0.5 <= v <= HIGHEST**0.5)]

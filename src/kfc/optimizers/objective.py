@@ -1,6 +1,4 @@
-"""A closure that can be evaluated again as it was the first time."""
-
-from __future__ import annotations
+"""A closure that can be evaluated again under the same conditions."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -9,26 +7,26 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from kfc.buffers import SavedBuffers
-from kfc.capture import suspended
-from kfc.checks import all_finite, largest_entries
-from kfc.distributed import Workers
-from kfc.randomness import accelerators_of, get_random_state, set_random_state
+from kfc._checks import all_finite, largest_entries
+from kfc.distributed.reducer import Reducer
+from kfc.fisher.buffers import SavedBuffers
+from kfc.fisher.calls import suspended
+from kfc.fisher.randomness import accelerators_of, get_random_state, set_random_state
 
 
 class Objective:
-    """The loss on one batch, with one draw of whatever is random in it.
+    """The loss on one batch, with fixed randomness.
 
-    Of several ranks, the mean of their losses, as DistributedDataParallel has it.
+    With several ranks, the mean of their losses, as in DistributedDataParallel.
 
     Args:
-        closure: runs the model on the batch and returns the loss, without its backward.
+        closure: runs the model on the batch and returns the loss, without its backward pass.
 
     Attributes:
-        bad_ranks: those whose loss was not finite when it was last evaluated.
+        bad_ranks: the ranks whose loss was not finite in the last evaluation.
     """
 
-    def __init__(self, model: nn.Module, closure: Callable[[], Tensor], workers: Workers) -> None:
+    def __init__(self, model: nn.Module, closure: Callable[[], Tensor], reducer: Reducer) -> None:
         if not callable(closure):
             raise TypeError(
                 "step() needs a closure that runs the model and returns the loss: "
@@ -36,20 +34,20 @@ class Objective:
             )
         self._model = model
         self._closure = closure
-        self._workers = workers
+        self._reducer = reducer
         self.bad_ranks: list[int] = []
         self._accelerators = accelerators_of(model)
         self._random_state = get_random_state(self._accelerators)
         self._buffers = SavedBuffers(model)
 
     def differentiate(self) -> tuple[Tensor, float] | None:
-        """The loss, and its mean over ranks, after its backward; ``None`` if not all is finite."""
+        """Return the loss and its mean over ranks after its backward; ``None`` if not finite."""
         self._model.zero_grad(set_to_none=True)
-        torch.clear_autocast_cache()  # of casts of parameters that have moved
+        torch.clear_autocast_cache()  # it holds casts of parameters that have changed
         with torch.enable_grad():
             loss = self._closure()
             self._check(loss)
-            # All ranks go backward, or none: they average gradients on the way.
+            # All ranks run the backward pass or none, because they average gradients in it.
             mean = self._mean_over_ranks(loss.item())
             if not math.isfinite(mean):
                 return None
@@ -74,18 +72,18 @@ class Objective:
             )
 
     def value(self) -> float:
-        """The loss at the parameters as they are now; nothing else changes."""
+        """Return the loss at the current parameters; nothing else changes."""
         torch.clear_autocast_cache()
-        with torch.no_grad(), suspended(), self._as_at_first():
+        with torch.no_grad(), suspended(), self._initial_conditions():
             return self._mean_over_ranks(float(self._closure()))
 
     def _mean_over_ranks(self, own: float) -> float:
-        losses = [loss for (loss,) in self._workers.gather([own])]
+        losses = [loss for (loss,) in self._reducer.gather([own])]
         self.bad_ranks = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         return sum(losses) / len(losses)
 
     @contextmanager
-    def _as_at_first(self) -> Iterator[None]:
+    def _initial_conditions(self) -> Iterator[None]:
         random_state, buffers = get_random_state(self._accelerators), SavedBuffers(self._model)
         self.rewind()
         try:
@@ -95,6 +93,6 @@ class Objective:
             buffers.restore()
 
     def rewind(self) -> None:
-        """Buffers and random state become what they were before the first evaluation."""
+        """Return buffers and random state to what they were before the first evaluation."""
         set_random_state(self._random_state, self._accelerators)
         self._buffers.restore()

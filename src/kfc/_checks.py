@@ -1,0 +1,92 @@
+"""Checks of arguments and values, with errors that name what is wrong."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; the host waits only if the device is the CPU."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Return the widest floating-point dtype of a device."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def all_finite(values: Iterable[Tensor]) -> Tensor:
+    """Return whether all scalars are finite, as a boolean scalar on the first one's device."""
+    scalars = list(values)
+    if not scalars:
+        return torch.ones((), dtype=torch.bool)
+    home = scalars[0].device
+    flags = [moved(torch.isfinite(scalar), home) for scalar in scalars]
+    return torch.stack(flags).all()
+
+
+def largest_entries(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the largest magnitude of each tensor; not finite if an entry is not."""
+    values = [tensor for tensor in tensors if tensor.numel()]
+    return list(torch._foreach_norm(values, ord=math.inf)) if values else []
+
+
+def require_number(
+    name: str, value: object, *, low: float = 0.0, below: float = math.inf, positive: bool = False
+) -> None:
+    """Raise an error that names the argument unless low <= value < below (and > 0 if positive)."""
+    if not (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and low <= value < below
+        and not (positive and value == 0)
+    ):
+        bounds = "above 0" if positive else f"at least {low:g}"
+        bounds += "" if below == math.inf else f" and below {below:g}"
+        raise ValueError(f"{name} must be a finite number, {bounds}; got {value!r}")
+
+
+def require_whole(name: str, value: object, low: int | None = 1) -> None:
+    """Raise an error that names the value unless it is a whole number, of at least ``low``."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or (low is not None and isinstance(value, int) and value < low):
+        bound = "" if low is None else f" of at least {low}"
+        raise ValueError(f"{name} must be a whole number{bound}, got {value!r}")
+
+
+def require_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
+def raise_differences(
+    what: str, found: Mapping[str, object], expected: Mapping[str, object]
+) -> None:
+    """Raise ``ValueError`` with the differences between a state dict and this model."""
+    differences = [f"{name}: only in the state dict" for name in found if name not in expected]
+    differences += [
+        f"{name}: missing from the state dict" for name in expected if name not in found
+    ]
+    differences += [
+        f"{name}: {found[name]} in the state dict, {expected[name]} here"
+        for name in expected
+        if name in found and found[name] != expected[name]
+    ]
+    if differences:
+        listed = "\n  ".join(differences)
+        raise ValueError(f"the state dict is from another model; its {what} differ:\n  {listed}")
+
+
+def require_keys(what: str, found: object, expected: Iterable[str]) -> None:
+    """Raise ``ValueError`` if a saved state lacks a key."""
+    if not isinstance(found, Mapping):
+        raise ValueError(f"the {what} must be a dict, got {type(found).__name__}")
+    missing = [key for key in expected if key not in found]
+    if missing:
+        raise ValueError(
+            f"the {what} is incomplete: {missing} missing; it was truncated, or saved by another "
+            "optimizer"
+        )

@@ -1,0 +1,1 @@
+"""The Fisher approximation of a model: one file per approximation, and their container."""

@@ -1,0 +1,140 @@
+"""Normalisation layers: a small Fisher block per channel, over its scale and shift."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfc.curvature.kronecker import Shape, reciprocal_or_zero
+from kfc.curvature.layer import Inverse, LayerCurvature
+from kfc.curvature.statistics import KeptInputs, LayerStatistics, Moment
+from kfc.layers import NormalisationLayer
+
+
+class ChannelCurvature(LayerCurvature):
+    """The Fisher matrix of (scale, shift) for every channel.
+
+    Blocks are (channels, 2, 2), or (channels, 1, 1) if only one of the two is trained.
+    """
+
+    treatment = "channel blocks"
+    layer: NormalisationLayer
+
+    def new_statistics(self, inverse: Inverse | None) -> LayerStatistics:
+        return _ChannelStatistics(self.layer)
+
+    def running_shapes(self) -> tuple[Shape, ...]:
+        size = len(self.layer.trained())
+        return ((self.layer.weight.numel(), size, size),)
+
+    def summary(self) -> dict[str, Any]:
+        assert self.state.running is not None
+        return {"block_trace": self.state.running[0].diagonal(dim1=-2, dim2=-1).sum().item()}
+
+    def invert(self, running: tuple[Tensor, ...], damping: float) -> Inverse:
+        return ChannelInverse({"inverse": invert_blocks(running[0], damping)})
+
+    def inverse_shapes(self) -> dict[str, Shape]:
+        return {"inverse": self.running_shapes()[0]}
+
+    def inverse_triangles(self) -> tuple[str, ...]:
+        return ("inverse",)
+
+    def restore_inverse(self, tensors: Mapping[str, Tensor]) -> Inverse:
+        return ChannelInverse(tensors)
+
+    def apply_inverse(self, inverse: Inverse, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        stacked = torch.stack([g.flatten() for g in gradients.values()], dim=-1)
+        solution = inverse.apply(stacked).unbind(-1)
+        return {
+            role: part.reshape(gradient.shape)
+            for (role, gradient), part in zip(gradients.items(), solution, strict=True)
+        }
+
+
+class _Kept(NamedTuple):
+    """The inputs of a call, and the function that normalised them."""
+
+    inputs: KeptInputs
+    normalise: Callable[[Tensor], Tensor]
+
+    def normalised(self, dtype: torch.dtype) -> Tensor:
+        return self.normalise(self.inputs.get(dtype))
+
+
+class _ChannelStatistics(LayerStatistics):
+    """The mean over examples of the outer product of (Σ_t Ds x̂, Σ_t Ds), per channel."""
+
+    def __init__(self, layer: NormalisationLayer) -> None:
+        self.layer = layer
+        self.trained = layer.trained()
+        self.example_gradients: Tensor | None = None
+        self.total: Tensor | None = None
+
+    def forward(self, inputs: Tensor, outputs: Tensor) -> _Kept:
+        return _Kept(KeptInputs.of(inputs), self.layer.normaliser(inputs))
+
+    def backward(self, kept: _Kept, derivatives: Tensor, examples: int) -> None:
+        derivatives = derivatives.detach().to(self.layer.dtype)
+        by_role = {"bias": derivatives}
+        if "weight" in self.trained:
+            by_role["weight"] = derivatives * kept.normalised(self.layer.dtype)
+        per_row = torch.stack(
+            [self.layer.channel_rows(by_role[r], examples).sum(1) for r in self.trained], dim=-1
+        )
+        if per_row.shape[0] % examples:
+            # Rows that mix examples: independent targets make them uncorrelated.
+            self._add_outer_products(per_row)
+            return
+        # Frames folded into the batch, and further calls, are locations of their example.
+        per_example = per_row.reshape(examples, -1, *per_row.shape[1:]).sum(1)
+        if self.example_gradients is not None:
+            per_example = per_example + self.example_gradients
+        self.example_gradients = per_example
+
+    def end_draw(self) -> None:
+        if self.example_gradients is not None:
+            self._add_outer_products(self.example_gradients)
+            self.example_gradients = None
+
+    def _add_outer_products(self, gradients: Tensor) -> None:
+        by_channel = gradients.transpose(0, 1)  # (channels, rows, roles)
+        product = by_channel.mT @ by_channel
+        self.total = product if self.total is None else self.total.add_(product)
+
+    def moments(self, examples: int) -> tuple[Moment, ...]:
+        return () if self.total is None else (Moment(self.total, examples, of_derivatives=True),)
+
+
+class ChannelInverse:
+    """The inverses of small blocks, (channels, size, size)."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = dict(tensors)
+
+    def apply(self, gradient: Tensor) -> Tensor:
+        """(channels, size) -> (channels, size)"""
+        return (self.tensors["inverse"] * gradient.unsqueeze(-2)).sum(-1)
+
+
+def invert_blocks(blocks: Tensor, damping: float) -> Tensor:
+    """Return (blocks + δ I)⁻¹ for positive semi-definite blocks of size 1 or 2, in closed form.
+
+    With the block [[a, b], [b, c]], the Schur complement of a + δ is a sum of non-negative parts,
+    δ + δ c / (a + δ) + (c - b²/a) a / (a + δ): so that the result is accurate even where the
+    determinant cancels in float32.
+    """
+    first = reciprocal_or_zero(blocks[:, 0, 0] + damping)
+    if blocks.shape[-1] == 1:
+        return first.reshape(blocks.shape)
+    a, b, c = blocks[:, 0, 0], blocks[:, 0, 1], blocks[:, 1, 1]
+    independent = c - b * b * reciprocal_or_zero(a)
+    rounding = 4 * torch.finfo(blocks.dtype).eps * c
+    independent = torch.where(independent > rounding, independent, 0)
+    # With neither damping nor a (so no b), the complement is c itself.
+    share = torch.where(a > 0, a * first, 1)
+    second = reciprocal_or_zero(damping + damping * c * first + independent * share)
+    coupling = b * first
+    rows = (first + coupling * coupling * second, -coupling * second, -coupling * second, second)
+    return torch.stack(rows, dim=-1).reshape(blocks.shape)

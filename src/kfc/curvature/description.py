@@ -1,0 +1,75 @@
+"""A table that says how every parameter of a model is treated."""
+
+from collections.abc import Sequence
+from math import prod
+
+from torch import nn
+
+from kfc.curvature.layer import LayerCurvature
+from kfc.curvature.model import ModelCurvature
+from kfc.layers import Plan
+
+HEADER = ("parameter", "shape", "treatment", "factors", "memory", "why")
+
+
+def describe_layers(model: nn.Module, plan: Plan, curvature: ModelCurvature) -> str:
+    """Return one row per parameter: treatment, factor shapes, memory, and the reason.
+
+    A layer's factors and their memory (running averages and inverses) are on its first row.
+    """
+    rows: list[tuple[str, ...]] = []
+    described: set[str] = set()
+    total = 0
+    for name, parameter in model.named_parameters():
+        shape = _shape(parameter.shape)
+        if not parameter.requires_grad:
+            rows.append((name, shape, "frozen", "", "", "requires_grad is False"))
+            continue
+        if name in plan.plain:
+            rows.append((name, shape, "plain gradient", "", "", plan.plain[name]))
+            continue
+        layer = curvature.layers[plan.layer_of[name][0]]
+        if plan.layer_of[name][0] in described:
+            rows.append((name, shape, layer.treatment, "as above", "", ""))
+            continue
+        described.add(plan.layer_of[name][0])
+        total += _memory(layer)
+        factors = ", ".join(_shape(s[1:] if s[0] == 1 else s) for s in layer.running_shapes())
+        rows.append((name, shape, layer.treatment, factors, _bytes(_memory(layer)), _why(layer)))
+    return f"{_table(rows)}\ntotal curvature memory: {_bytes(total)}"
+
+
+def _memory(curvature: LayerCurvature) -> int:
+    shapes = [*curvature.running_shapes(), *curvature.inverse_shapes().values()]
+    return sum(map(prod, shapes)) * curvature.layer.dtype.itemsize
+
+
+def _why(curvature: LayerCurvature) -> str:
+    tied = len(curvature.layer.modules)
+    parts = (
+        type(curvature.layer.module).__name__,
+        f"{tied} tied modules" if tied > 1 else "",
+        curvature.note(),
+    )
+    return "; ".join(part for part in parts if part)
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes)) or "scalar"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in [HEADER, *rows]) for i in range(len(HEADER))]
+    lines = [HEADER, tuple("-" * width for width in widths), *rows]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )

@@ -1,0 +1,277 @@
+"""Kronecker factors of a Fisher block, their damping and their inverses.
+
+Notation (section 2.2 and Theorem 2 of the paper): a block is approximated by Ω ⊗ Γ, with the
+activation factor Ω (groups, n, n) and the derivative factor Γ (groups, m, m). A gradient is a
+batch of matrices V (groups, m, n), and (Ω ⊗ Γ)⁻¹ vec V = vec(Γ⁻¹ V Ω⁻¹). A factor that is too wide
+is kept as its diagonal, (groups, n). The damping is δ = λ + γ, weight decay plus damping.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+class Factors(NamedTuple):
+    """Ω and Γ of one layer, batched over groups; either may be a diagonal, (groups, size)."""
+
+    activation: Tensor
+    derivative: Tensor
+
+
+def is_diagonal(factor: Tensor) -> bool:
+    return factor.dim() == 2
+
+
+def trace(factor: Tensor) -> Tensor:
+    """Return the trace of each group's factor, (groups,)."""
+    diagonal = factor if is_diagonal(factor) else factor.diagonal(dim1=-2, dim2=-1)
+    return diagonal.sum(-1)
+
+
+def mean_eigenvalue(factor: Tensor) -> Tensor:
+    """Return the mean eigenvalue of each group's factor, (groups,)."""
+    return trace(factor) / factor.shape[-1]
+
+
+def factor_balance(factors: Factors) -> Tensor:
+    """Return π, (groups,), which splits the damping between the factors.
+
+    It is the square root of the ratio of their mean eigenvalues, or 1 if either is zero.
+    """
+    activation, derivative = (mean_eigenvalue(factor) for factor in factors)
+    known = (activation > 0) & (derivative > 0)
+    one = torch.ones_like(activation)
+    # Roots before the quotient: the quotient itself may leave float32's range.
+    root_ratio = (
+        torch.where(known, activation, one).sqrt() / torch.where(known, derivative, one).sqrt()
+    )
+    return torch.where(torch.isfinite(root_ratio) & (root_ratio > 0), root_ratio, one)
+
+
+def damping_shifts(factors: Factors, damping: float) -> tuple[Tensor, Tensor]:
+    """Return π √δ and √δ / π, (groups,), which damping adds to the diagonals of Ω and Γ."""
+    balance = factor_balance(factors)
+    root = damping**0.5
+    return balance * root, root / balance
+
+
+def add_to_diagonal(factor: Tensor, amount: Tensor) -> Tensor:
+    """Return a new factor with amount (groups,) added to each group's diagonal."""
+    result = factor.clone()
+    diagonal = result if is_diagonal(factor) else result.diagonal(dim1=-2, dim2=-1)
+    diagonal += amount.unsqueeze(-1)
+    return result
+
+
+class Bases(NamedTuple):
+    """Orthogonal bases U_Ω (groups, n, n) and U_Γ (groups, m, m); ``None`` is the identity."""
+
+    activation: Tensor | None = None
+    derivative: Tensor | None = None
+
+    def coordinates(self, gradient: Tensor) -> Tensor:
+        """Return U_Γᵀ V U_Ω of a gradient V (groups, m, n)."""
+        result = gradient if self.activation is None else gradient @ self.activation
+        return result if self.derivative is None else self.derivative.mT @ result
+
+    def combine(self, coordinates: Tensor) -> Tensor:
+        """Invert :meth:`coordinates`."""
+        result = coordinates if self.activation is None else coordinates @ self.activation.mT
+        return result if self.derivative is None else self.derivative @ result
+
+
+class KroneckerInverse(ABC):
+    """The inverse of one damped block, ready to be applied; its tensors are its whole state."""
+
+    tensors: dict[str, Tensor]
+    #: The tensors of which only the lower triangle is read.
+    triangles: ClassVar[tuple[str, ...]] = ()
+    #: Whether another damping needs no new decomposition.
+    redamps_cheaply: ClassVar[bool] = False
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = dict(tensors)
+
+    @classmethod
+    @abstractmethod
+    def of(cls, factors: Factors, damping: float) -> Self:
+        """Return the inverse of the block with these factors, damped by δ."""
+
+    @classmethod
+    @abstractmethod
+    def shapes(cls, activation: Shape, derivative: Shape) -> dict[str, Shape]:
+        """Return the shapes of ``tensors`` for factors of these shapes."""
+
+    @abstractmethod
+    def apply(self, gradient: Tensor) -> Tensor:
+        """Return the inverse times a gradient (groups, m, n)."""
+
+    def redamped(self, factors: Factors, damping: float) -> Self:
+        """Return the inverse with another damping, for the same factors."""
+        return self.of(factors, damping)
+
+
+class FactoredInverse(KroneckerInverse):
+    """Γ_damped⁻¹ V Ω_damped⁻¹ (eqn 11) from the Cholesky decompositions of the damped factors.
+
+    Explicit inverses would take three times as long to compute, and as long to apply.
+    """
+
+    triangles = Factors._fields
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self.activation, self.derivative = (
+            DampedInverse(tensors[name], bool(explicit))
+            for name, explicit in zip(Factors._fields, tensors["explicit"].tolist(), strict=True)
+        )
+
+    @classmethod
+    def of(cls, factors: Factors, damping: float) -> Self:
+        inverses = invert_shifted(factors, damping_shifts(factors, damping))
+        tensors = {n: i.matrix for n, i in zip(Factors._fields, inverses, strict=True)}
+        return cls({**tensors, "explicit": torch.tensor([i.explicit for i in inverses])})
+
+    @classmethod
+    def shapes(cls, activation: Shape, derivative: Shape) -> dict[str, Shape]:
+        return {"activation": activation, "derivative": derivative, "explicit": (2,)}
+
+    def apply(self, gradient: Tensor) -> Tensor:
+        return self.derivative.times(self.activation.times(gradient.mT).mT)
+
+
+class EigenInverse(KroneckerInverse):
+    """(Ω ⊗ Γ + δ I)⁻¹ exactly, from the factors' eigendecompositions (appendix A.2)."""
+
+    redamps_cheaply = True
+
+    @property
+    def bases(self) -> Bases:
+        return Bases(*(self.tensors.get(f"{name}_basis") for name in Factors._fields))
+
+    @classmethod
+    def of(cls, factors: Factors, damping: float) -> Self:
+        values, bases = zip(*map(eigendecompose, factors), strict=True)
+        products = values[1].unsqueeze(-1) * values[0].unsqueeze(-2)
+        named = zip(Factors._fields, bases, strict=True)
+        tensors = {f"{name}_basis": basis for name, basis in named if basis is not None}
+        return cls({"eigenvalues": products, "damping": products.new_tensor(damping), **tensors})
+
+    @classmethod
+    def shapes(cls, activation: Shape, derivative: Shape) -> dict[str, Shape]:
+        eigenvalues = (activation[0], derivative[-1], activation[-1])
+        # A diagonal has no basis.
+        bases = {"activation_basis": activation, "derivative_basis": derivative}
+        whole = {name: shape for name, shape in bases.items() if len(shape) == 3}
+        return {"eigenvalues": eigenvalues, "damping": (), **whole}
+
+    def apply(self, gradient: Tensor) -> Tensor:
+        damped = self.tensors["eigenvalues"] + self.tensors["damping"]
+        return self.bases.combine(self.bases.coordinates(gradient) * reciprocal_or_zero(damped))
+
+    def redamped(self, factors: Factors, damping: float) -> Self:
+        shift = torch.full_like(self.tensors["damping"], damping)
+        return type(self)({**self.tensors, "damping": shift})
+
+
+INVERSES: dict[str, type[KroneckerInverse]] = {"factored": FactoredInverse, "eigen": EigenInverse}
+
+
+class DampedInverse(NamedTuple):
+    """(factor + shift I)⁻¹, ready to be applied.
+
+    Attributes:
+        matrix: the lower Cholesky factor of factor + shift I, (groups, n, n); if ``explicit``, the
+            inverse itself, or its diagonal (groups, n).
+    """
+
+    matrix: Tensor
+    explicit: bool
+
+    def times(self, right: Tensor) -> Tensor:
+        """Return the inverse times (groups, n, k)."""
+        if not self.explicit:
+            return torch.cholesky_solve(right, self.matrix)
+        if is_diagonal(self.matrix):
+            return self.matrix.unsqueeze(-1) * right
+        return self.matrix @ right
+
+
+def invert_shifted(factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[DampedInverse]:
+    """Return (factor + shift I)⁻¹ for positive semi-definite factors; always finite.
+
+    Uses Cholesky decompositions in the factors' own precision where they are accurate, and a slower
+    method elsewhere. All decompositions start before the host waits for any of them.
+    """
+    damped = [add_to_diagonal(f, shift) for f, shift in zip(factors, shifts, strict=True)]
+    whole = [index for index, factor in enumerate(factors) if not is_diagonal(factor)]
+    roots = {index: _cholesky(damped[index]) for index in whole}
+    flags = [trusted for _, trusted in roots.values()]
+    trusted = dict(zip(whole, torch.stack(flags).tolist() if flags else [], strict=True))
+    result = []
+    for index, (factor, shift) in enumerate(zip(factors, shifts, strict=True)):
+        if index not in roots:
+            result.append(DampedInverse(reciprocal_or_zero(damped[index]), True))
+        elif trusted[index]:
+            result.append(DampedInverse(roots[index][0], False))
+        else:
+            result.append(DampedInverse(_invert_carefully(factor, shift), True))
+    return result
+
+
+def _cholesky(damped: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lower Cholesky factor, and whether it is accurate."""
+    lower, info = torch.linalg.cholesky_ex(damped)
+    diagonal = lower.diagonal(dim1=-2, dim2=-1)
+    # The square of this ratio bounds the reciprocal condition number from above.
+    spread = diagonal.amin(-1) / diagonal.amax(-1)
+    lowest = torch.finfo(damped.dtype).eps ** 0.4
+    return lower, ((info == 0) & (spread > lowest)).all()
+
+
+def _invert_carefully(factor: Tensor, shift: Tensor) -> Tensor:
+    """Return the explicit inverse, which survives rounding better than a Cholesky factor."""
+    # On the CPU: this case is rare, and not every device has float64.
+    wide, wide_shift = (part.to("cpu", torch.float64) for part in (factor, shift))
+    lower, trusted = _cholesky(add_to_diagonal(wide, wide_shift))
+    if trusted:
+        return torch.cholesky_inverse(lower).to(factor)
+    # Eigenvalues that are rounding errors in the factor's own precision become zero, so that
+    # only the shift remains; without a shift, this is the pseudo-inverse.
+    values, basis = eigendecompose(wide, precision=torch.finfo(factor.dtype).eps)
+    assert basis is not None
+    reciprocals = reciprocal_or_zero(values + wide_shift.unsqueeze(-1))
+    return ((basis * reciprocals.unsqueeze(-2)) @ basis.mT).to(factor)
+
+
+def reciprocal_or_zero(values: Tensor) -> Tensor:
+    """Return 1/x, and 0 where x is (nearly) 0: the pseudo-inverse of a diagonal."""
+    counts = values > 4 * torch.finfo(torch.float32).tiny
+    return torch.where(counts, 1 / torch.where(counts, values, 1), 0)
+
+
+def eigendecompose(factor: Tensor, precision: float | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return eigenvalues (groups, n) and basis (groups, n, n); a diagonal has no basis.
+
+    Eigenvalues that are rounding errors at the given precision are returned as zero.
+    """
+    if is_diagonal(factor):
+        return factor, None
+    # Shifted by its mean eigenvalue: eigh of a rank-deficient float32 matrix can be tens of times
+    # slower, or fail to converge.
+    lift = mean_eigenvalue(factor)
+    lifted = add_to_diagonal(factor, lift)
+    try:
+        values, basis = torch.linalg.eigh(lifted)
+    except RuntimeError:  # torch.linalg.LinAlgError
+        wide = torch.linalg.eigh(lifted.to("cpu", torch.float64))
+        values, basis = (part.to(factor) for part in wide)
+    values = values - lift.unsqueeze(-1)
+    rounding = factor.shape[-1] * (precision or torch.finfo(factor.dtype).eps)
+    noise = values.amax(-1, keepdim=True) * rounding
+    return torch.where(values > noise, values, 0), basis

@@ -1,0 +1,284 @@
+"""The Fisher block of one layer: its running statistics and its damped inverse."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kfc._checks import require_keys
+from kfc.curvature.kronecker import Factors, Shape
+from kfc.curvature.statistics import LayerStatistics
+from kfc.layers import Layer
+
+
+class Inverse(Protocol):
+    """The inverse of a damped block, ready to be applied; its tensors are its whole state."""
+
+    tensors: dict[str, Tensor]
+
+    def apply(self, gradient: Tensor) -> Tensor:
+        """Return the inverse times a gradient."""
+
+
+class LayerState(NamedTuple):
+    """What is known about a layer's block; replaced as a whole, never changed.
+
+    Attributes:
+        roles: the parameters that were trained when ``running`` was gathered.
+        running: the running averages of the statistics.
+        inverse: the inverse of the block damped by ``damping``; usually older than ``running``.
+    """
+
+    roles: tuple[str, ...] = ()
+    running: tuple[Tensor, ...] | None = None
+    inverse: Inverse | None = None
+    damping: float = math.nan
+
+
+class Block(NamedTuple):
+    """What an inverse is computed from: running averages, damping, and the trained parameters."""
+
+    running: tuple[Tensor, ...]
+    damping: float
+    roles: tuple[str, ...]
+
+
+class LayerCurvature(ABC):
+    """The approximate Fisher block of one layer.
+
+    Subclasses say which statistics they average, how the block is inverted, and how the inverse is
+    applied to the layer's gradients.
+
+    Attributes:
+        layer: the layer's geometry.
+        state: the running averages and the inverse.
+    """
+
+    #: How ``describe`` names the approximation.
+    treatment: ClassVar[str]
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        self.state = LayerState()
+
+    # What an approximation defines
+
+    @abstractmethod
+    def new_statistics(self, inverse: Inverse | None) -> LayerStatistics:
+        """Return empty statistics for one forward pass.
+
+        Args:
+            inverse: the current inverse, if it belongs to the parameters trained now.
+        """
+
+    @abstractmethod
+    def running_shapes(self) -> tuple[Shape, ...]:
+        """Return the shapes of the running averages, for the parameters trained now."""
+
+    def measured_shapes(self) -> tuple[Shape, ...]:
+        """Return the shapes of what statistics measure for an inverse, beside the averages."""
+        return ()
+
+    @abstractmethod
+    def invert(self, running: tuple[Tensor, ...], damping: float) -> Inverse:
+        """Return the inverse of the block with these averages, damped by δ = λ + γ."""
+
+    @property
+    def redamps_cheaply(self) -> bool:
+        """Whether another damping needs no new decomposition."""
+        return True
+
+    def redamped(self, damping: float) -> Inverse:
+        """Return the inverse of the same block with another damping."""
+        assert self.state.running is not None
+        return self.invert(self.state.running, damping)
+
+    @abstractmethod
+    def inverse_shapes(self) -> dict[str, Shape]:
+        """Return the shapes of an inverse's tensors, for the parameters trained now."""
+
+    def inverse_triangles(self) -> tuple[str, ...]:
+        """Return the names of the inverse's tensors that their lower triangle determines."""
+        return ()
+
+    @abstractmethod
+    def restore_inverse(self, tensors: Mapping[str, Tensor]) -> Inverse:
+        """Return an inverse from its tensors, from a checkpoint or from another process."""
+
+    @abstractmethod
+    def apply_inverse(self, inverse: Inverse, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return an inverse times the gradients of the trained parameters, by role."""
+
+    def update_inverse(
+        self, inverse: Inverse, measured: tuple[Tensor, ...], decay: float
+    ) -> Inverse:
+        """Return the inverse updated with the statistics that were measured for it."""
+        return inverse
+
+    def succeed(self, inverse: Inverse, previous: Inverse) -> Inverse:
+        """Return a new inverse with what the previous one had measured."""
+        return inverse
+
+    def factors(self) -> Factors | None:
+        """Return Ω and Γ, batched over groups, if the block consists of them."""
+        return None
+
+    def note(self) -> str:
+        """Return what ``describe`` adds to the treatment's name."""
+        return ""
+
+    def summary(self) -> dict[str, Any]:
+        """Return numbers about the running averages for ``diagnostics``."""
+        return {}
+
+    # Statistics
+
+    def trained_roles(self) -> tuple[str, ...]:
+        return tuple(self.layer.trained())
+
+    def is_current(self) -> bool:
+        """Return whether the state belongs to exactly the parameters trained now."""
+        roles = self.trained_roles()
+        return bool(roles) and self.state.roles == roles
+
+    def lacks_statistics(self) -> bool:
+        return bool(self.trained_roles()) and not (self.is_current() and self.state.running)
+
+    def lacks_inverse(self) -> bool:
+        """Return whether there are averages to invert, but no inverse yet."""
+        state = self.state
+        return state.running is not None and state.inverse is None and self.is_current()
+
+    def statistics(self, *, fresh: bool) -> LayerStatistics:
+        """Return empty statistics for one forward pass.
+
+        Args:
+            fresh: the statistics will replace all that is known, including the inverse.
+        """
+        return self.new_statistics(self._usable_inverse(fresh))
+
+    def moment_shapes(self, *, fresh: bool) -> tuple[Shape, ...]:
+        """Return the shapes of the moments that :meth:`statistics` will gather."""
+        measured = () if self._usable_inverse(fresh) is None else self.measured_shapes()
+        return self.running_shapes() + measured
+
+    def _usable_inverse(self, fresh: bool) -> Inverse | None:
+        return self.state.inverse if self.is_current() and not fresh else None
+
+    def average_in(self, means: tuple[Tensor, ...], decay: float) -> None:
+        """Update the running averages (eqn 33); the first statistics set them.
+
+        The new averages take the memory of ``means``; the old ones stay as they were.
+        """
+        state = self.state
+        if state.roles != self.trained_roles():
+            state = LayerState(self.trained_roles(), damping=state.damping)
+        count = len(state.running or self.running_shapes())
+        inverse = state.inverse
+        if inverse is not None and len(means) > count:
+            inverse = self.update_inverse(inverse, means[count:], decay)
+        running = means[:count]
+        if state.running is not None:
+            for old, new in zip(state.running, running, strict=True):
+                torch.lerp(old.to(new.dtype), new, 1 - decay, out=new)
+        self.state = state._replace(running=running, inverse=inverse)
+
+    def forget(self) -> None:
+        """Drop the averages and the inverse."""
+        self.state = LayerState()
+
+    def drop_averages(self) -> None:
+        """Drop the averages, but keep the inverse."""
+        self.state = self.state._replace(running=None)
+
+    # Inverses
+
+    def block(self, damping: float) -> Block:
+        assert self.state.running is not None
+        return Block(self.state.running, damping, self.state.roles)
+
+    def adopt_inverse(self, inverse: Inverse, damping: float) -> None:
+        """Replace the inverse by a newer one, on the layer's device."""
+        inverse = self._at_home(inverse)
+        if self.state.inverse is not None:
+            inverse = self.succeed(inverse, self.state.inverse)
+        self.state = self.state._replace(inverse=inverse, damping=damping)
+
+    def _at_home(self, inverse: Inverse) -> Inverse:
+        home = self.layer.weight.device
+        # Flags and numbers stay on the host, which reads them.
+        away = {k: t for k, t in inverse.tensors.items() if t.dim() > 1 and t.device != home}
+        if not away:
+            return inverse
+        here = {key: tensor.to(home) for key, tensor in away.items()}
+        return self.restore_inverse({**inverse.tensors, **here})
+
+    def restore(self, state: LayerState) -> None:
+        """Return to an earlier state."""
+        self.state = state
+
+    def solve(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the damped inverse times gradients, by role.
+
+        A trained parameter without a gradient counts as one with a gradient of zero.
+        """
+        inverse, dtype = self._inverse_in_dtype(), self.layer.dtype
+        assert inverse is not None
+        by_role = {
+            role: gradients[role].to(dtype)
+            if role in gradients
+            else torch.zeros_like(parameter, dtype=dtype)
+            for role, parameter in self.layer.trained().items()
+        }
+        return self.apply_inverse(inverse, by_role)
+
+    def _inverse_in_dtype(self) -> Inverse | None:
+        """Return the inverse in the dtype of the model, which may have changed since."""
+        inverse, dtype = self.state.inverse, self.layer.dtype
+        tensors = {} if inverse is None else inverse.tensors
+        if any(t.is_floating_point() and t.dtype != dtype for t in tensors.values()):
+            inverse = self.restore_inverse({key: t.to(dtype) for key, t in tensors.items()})
+            self.state = self.state._replace(inverse=inverse)
+        return inverse
+
+    # Checkpoints
+
+    def state_dict(self, *, with_inverse: bool) -> dict[str, Any]:
+        """Return copies of the averages and, if asked for, of the inverse."""
+        roles, running, inverse, damping = self.state
+        tensors = {} if inverse is None or not with_inverse else inverse.tensors
+        return {
+            "roles": list(roles),
+            "running": [tensor.clone() for tensor in running or ()],
+            "inverse": {key: tensor.clone() for key, tensor in tensors.items()},
+            "damping": damping,
+        }
+
+    def shapes_differ(self, name: str, saved: Mapping[str, Any]) -> tuple[object, object] | None:
+        """Return the (saved, expected) shapes if a saved state does not fit this layer."""
+        require_keys(f"state of layer {name!r}", saved, LayerState._fields)
+        if tuple(saved["roles"]) != self.trained_roles():
+            return None  # a layer frozen or thawed since; its statistics are not used
+        found = [tuple(tensor.shape) for tensor in saved["running"]], _shapes(saved["inverse"])
+        expected = (
+            list(self.running_shapes()) if saved["running"] else [],
+            self.inverse_shapes() if saved["inverse"] else {},
+        )
+        return (found, expected) if found != expected else None
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        def own(tensor: Tensor) -> Tensor:
+            return tensor.to(self.layer.weight.device, self.layer.dtype, copy=True)
+
+        inverse = None
+        if saved["inverse"]:
+            inverse = self.restore_inverse({k: own(t) for k, t in saved["inverse"].items()})
+        running = tuple(own(tensor) for tensor in saved["running"]) or None
+        self.state = LayerState(tuple(saved["roles"]), running, inverse, saved["damping"])
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    return {key: tuple(tensor.shape) for key, tensor in tensors.items()}

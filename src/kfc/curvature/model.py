@@ -1,0 +1,300 @@
+"""The approximate Fisher matrix of a model: one block per layer."""
+
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfc._checks import raise_differences, require_choice, require_keys
+from kfc.curvature.kronecker import INVERSES, Shape, trace
+from kfc.curvature.layer import Block, Inverse, LayerState
+from kfc.curvature.options import Approximation
+from kfc.curvature.statistics import BatchStatistics
+from kfc.distributed.reducer import Reducer
+from kfc.layers import Plan
+
+
+class MomentLayout(NamedTuple):
+    """The shapes, dtype and device of the moments that a layer's statistics consist of."""
+
+    shapes: tuple[Shape, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class ModelCurvature:
+    """The blocks of all layers of a model: running averages, inverses, natural gradients.
+
+    Args:
+        plan: the layers of the model.
+        options: how their blocks are approximated.
+        reducer: joins the work of several ranks.
+
+    Attributes:
+        layers: the :class:`~kfc.curvature.layer.LayerCurvature` of every layer, by name.
+    """
+
+    def __init__(self, plan: Plan, options: Approximation, reducer: Reducer) -> None:
+        self.layers = {name: options.for_layer(layer) for name, layer in plan.layers.items()}
+        self.options = options
+        self._layer_of = plan.layer_of
+        self._reducer = reducer
+
+    # Statistics
+
+    def is_empty(self) -> bool:
+        return all(layer.state.running is None for layer in self.layers.values())
+
+    def trained_layers(self) -> list[str]:
+        return [name for name, layer in self.layers.items() if layer.trained_roles()]
+
+    def layers_without_statistics(self) -> list[str]:
+        return [name for name, layer in self.layers.items() if layer.lacks_statistics()]
+
+    def layouts(self, names: Collection[str], *, fresh: bool) -> dict[str, MomentLayout]:
+        """Return the layout of the moments that the named layers will gather."""
+        found = {}
+        for name in names:
+            curvature = self.layers[name]
+            shapes, weight = curvature.moment_shapes(fresh=fresh), curvature.layer.weight
+            found[name] = MomentLayout(shapes, curvature.layer.dtype, weight.device)
+        return found
+
+    def update(self, batch: BatchStatistics) -> None:
+        """Average the statistics of a batch into the running averages (eqn 33)."""
+        for name, moments in batch.moments.items():
+            means = tuple(moment.to_mean_() for moment in moments)
+            self.layers[name].average_in(means, self.options.factor_decay)
+
+    def replace(self, batch: BatchStatistics) -> None:
+        """Replace all that is known about the layers by the statistics of a batch."""
+        for name in batch.moments:
+            self.layers[name].forget()
+        self.update(batch)
+
+    def snapshot(self) -> dict[str, LayerState]:
+        """Return the state of every layer, to be passed to :meth:`restore`."""
+        return {name: layer.state for name, layer in self.layers.items()}
+
+    def restore(self, states: Mapping[str, LayerState]) -> None:
+        """Return the named layers to earlier states."""
+        for name, state in states.items():
+            self.layers[name].restore(state)
+
+    # Inverses
+
+    def lacks_inverses(self) -> bool:
+        return any(layer.lacks_inverse() for layer in self.layers.values())
+
+    def refresh_inverses(self, damping: Callable[[str], float], *, only_missing: bool) -> None:
+        """Invert every known block, damped by δ of its layer, or only those without an inverse."""
+        blocks = self.blocks(damping, only_missing=only_missing)
+        self.adopt_inverses(blocks, self.invert(blocks))
+
+    def blocks(
+        self, damping: Callable[[str], float], *, only_missing: bool = False
+    ) -> dict[str, Block]:
+        """Return every known block with δ of its layer, or only those without an inverse.
+
+        Averages that are not finite are dropped; the layer keeps its last inverse until new
+        statistics arrive.
+        """
+        due = {
+            name: layer
+            for name, layer in self.layers.items()
+            if layer.state.running is not None
+            and layer.is_current()
+            and (layer.state.inverse is None or not only_missing)
+        }
+        if not due:
+            return {}
+        sums = [
+            torch.stack([trace(r).sum() for r in layer.state.running or ()]).sum()
+            for layer in due.values()
+        ]
+        home = sums[0].device
+        finite = torch.stack([torch.isfinite(s).to(home) for s in sums]).tolist()
+        for name, good in zip(list(due), finite, strict=True):
+            if not good:
+                self._drop_averages(name)
+                del due[name]
+        return {name: layer.block(damping(name)) for name, layer in due.items()}
+
+    def _drop_averages(self, name: str) -> None:
+        if self.layers[name].state.inverse is None:
+            raise RuntimeError(
+                f"the factors of layer {name!r} are not finite, and there is no earlier inverse; "
+                "check the checkpoint they came from, or call estimate_factors"
+            )
+        self.layers[name].drop_averages()
+        warnings.warn(
+            f"the factors of layer {name!r} are not finite and were dropped; its last inverse is "
+            "used until new statistics arrive",
+            stacklevel=2,
+        )
+
+    def invert(self, blocks: Mapping[str, Block]) -> dict[str, Inverse]:
+        """Return this rank's share of the blocks' inverses; any thread may call this."""
+        return self._reducer.compute(
+            blocks,
+            lambda name: self.layers[name].invert(blocks[name].running, blocks[name].damping),
+        )
+
+    def adopt_inverses(self, blocks: Mapping[str, Block], own: Mapping[str, Inverse]) -> None:
+        """Use the inverses of blocks whose trained parameters are still the same.
+
+        Args:
+            own: this rank's share of the inverses.
+        """
+        current = [
+            name
+            for name, block in blocks.items()
+            if self.layers[name].state.roles == block.roles and self.layers[name].is_current()
+        ]
+        for name, inverse in self._reducer.distribute(self.layers, current, own).items():
+            self.layers[name].adopt_inverse(inverse, blocks[name].damping)
+
+    def redamped(self, damping: float) -> dict[str, LayerState]:
+        """Return the states of all layers with inverses for another damping.
+
+        Call it just after :meth:`refresh_inverses` of all layers.
+        """
+        known = {
+            name: layer
+            for name, layer in self.layers.items()
+            if layer.state.inverse is not None
+            and layer.state.running is not None
+            and layer.is_current()
+        }
+
+        def redamp(name: str) -> Inverse:
+            return known[name].redamped(damping)
+
+        costly = [name for name, layer in known.items() if not layer.redamps_cheaply]
+        cheap = [name for name, layer in known.items() if layer.redamps_cheaply]
+        found = self._reducer.compute_held(cheap, redamp)
+        own = self._reducer.compute(costly, redamp)
+        found |= self._reducer.distribute(self.layers, costly, own)
+        return {
+            name: layer.state._replace(inverse=found[name], damping=damping)
+            for name, layer in known.items()
+        }
+
+    # Natural gradients
+
+    def solve_(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Replace vectors v by F̂_damped⁻¹ v (eqn 11), in place, one layer at a time.
+
+        Vectors of parameters without a block stay as they are.
+
+        Args:
+            vectors: by parameter name.
+
+        Returns:
+            vᵀ F̂_damped⁻¹ v, summed over the entries of each parameter, by its name.
+        """
+        by_layer: dict[str, dict[str, str]] = {}
+        for name in vectors:
+            if name in self._layer_of:
+                layer, role = self._layer_of[name]
+                by_layer.setdefault(layer, {})[role] = name
+        products: dict[str, Tensor] = {}
+        incomplete: dict[str, dict[str, Tensor]] = {}
+        for layer, names in by_layer.items():
+            natural = self._solve_layer(layer, names, vectors)
+            if self._reducer.is_everywhere(layer):
+                products |= _replace_(vectors, natural)
+            else:
+                incomplete[layer] = natural
+        self._reducer.complete_(incomplete)
+        for natural in incomplete.values():
+            products |= _replace_(vectors, natural)
+        plain = {name: vector for name, vector in vectors.items() if name not in products}
+        return products | inner_products(plain, plain)
+
+    def _solve_layer(
+        self, layer: str, names: Mapping[str, str], vectors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        curvature = self.layers[layer]
+        if curvature.state.inverse is None or not curvature.is_current():
+            raise RuntimeError(
+                f"layer {layer!r} has a gradient, but no statistics: it did not run, or did not "
+                "reach the output, in a training-mode forward pass of the model itself. Call the "
+                "model rather than its parts, have output= return every tensor that the loss is "
+                "computed from, or freeze the layer"
+            )
+        natural = curvature.solve({role: vectors[name] for role, name in names.items()})
+        return {
+            name: natural[role].to(vectors[name].dtype).contiguous() for role, name in names.items()
+        }
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of all tensors, numbers and strings of the state."""
+        return {
+            "approximation": self.options.name,
+            "inverse_kind": self.options.inverse_kind,
+            "layers": {
+                # An inverse that one rank keeps for itself is computed again after loading.
+                name: layer.state_dict(with_inverse=self._reducer.is_everywhere(name))
+                for name, layer in self.layers.items()
+            },
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ``ValueError``, listing the differences, if the state is of another model."""
+        require_keys("curvature state", state, ("approximation", "inverse_kind", "layers"))
+        if state["approximation"] != self.options.name:
+            raise ValueError(
+                f"the state dict was saved with curvature={state['approximation']!r}, not "
+                f"{self.options.name!r}, and their statistics differ"
+            )
+        kinds = (*INVERSES, self.options.inverse_kind)
+        require_choice("the curvature state's inverse_kind", state["inverse_kind"], kinds)
+        require_keys("curvature state's layers", state["layers"], ())
+        saved: dict[str, object] = dict.fromkeys(state["layers"])
+        expected: dict[str, object] = dict.fromkeys(self.layers)
+        for name, entry in self._loadable(state).items():
+            if name in self.layers:
+                difference = self.layers[name].shapes_differ(name, entry)
+                if difference is not None:
+                    saved[name], expected[name] = difference
+        raise_differences("layers", saved, expected)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that :meth:`check_state` has accepted."""
+        for name, entry in self._loadable(state).items():
+            self.layers[name].load_state_dict(entry)
+
+    def _loadable(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the saved layers, without their inverses if these are of another kind."""
+        layers = dict(state["layers"])
+        if state["inverse_kind"] != self.options.inverse_kind:
+            for name in self.layers.keys() & layers.keys():
+                saved, own = layers[name], self.layers[name].inverse_shapes()
+                if isinstance(saved, Mapping) and saved.get("inverse", {}).keys() != own.keys():
+                    layers[name] = {**saved, "inverse": {}}
+        return layers
+
+
+def _replace_(vectors: Mapping[str, Tensor], natural: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Replace vectors by natural gradients, in place, and return their inner products."""
+    products = inner_products({name: vectors[name] for name in natural}, natural)
+    for name, value in natural.items():
+        vectors[name].copy_(value)
+    return products
+
+
+def inner_products(
+    vectors: Mapping[str, Tensor], others: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return vᵀw for every parameter, in float32 at least."""
+    products = {}
+    for name, vector in vectors.items():
+        dtype = torch.promote_types(vector.dtype, others[name].dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        products[name] = torch.dot(vector.flatten().to(wide), others[name].flatten().to(wide))
+    return products

@@ -1,0 +1,157 @@
+"""The value objects that choose how a model's Fisher matrix is approximated."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from kfc._checks import require_choice, require_number, require_whole
+from kfc.curvature.channels import ChannelCurvature
+from kfc.curvature.diagonal import DiagonalCurvature
+from kfc.curvature.ekfac import EKFACCurvature
+from kfc.curvature.kfc import KroneckerCurvature
+from kfc.curvature.kronecker import INVERSES
+from kfc.curvature.layer import LayerCurvature
+from kfc.curvature.prong import PRONGCurvature
+from kfc.curvature.sua import SUACurvature
+from kfc.layers import Layer, MatrixLayer, NormalisationLayer
+
+FisherKind = Literal["sampled", "exact", "empirical"]
+InverseKind = Literal["factored", "eigen"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Approximation(ABC):
+    """What all approximations have in common.
+
+    Args:
+        fisher: the targets of the Fisher matrix: ``"sampled"`` from the model (one draw), the
+            ``"exact"`` expectation over them, or ``"empirical"``, the targets of the data, taken
+            from the user's own backward pass.
+        factor_decay: ξ, the weight of the old value in the moving averages.
+    """
+
+    fisher: FisherKind = "sampled"
+    factor_decay: float = 0.95
+
+    #: The string that stands for the approximation with its default options.
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        require_choice("fisher", self.fisher, ("sampled", "exact", "empirical"))
+        require_number("factor_decay", self.factor_decay, below=1)
+
+    @property
+    def inverse_kind(self) -> str:
+        """The kind of a layer's inverse, as checkpoints record it."""
+        return self.name
+
+    def for_layer(self, layer: Layer) -> LayerCurvature:
+        """Return the empty curvature of a layer."""
+        if isinstance(layer, NormalisationLayer):
+            return ChannelCurvature(layer)
+        if isinstance(layer, MatrixLayer):
+            return self.for_matrix(layer)
+        raise TypeError(
+            f"{type(layer).__name__} must be a kfc.layers.MatrixLayer or NormalisationLayer"
+        )
+
+    @abstractmethod
+    def for_matrix(self, layer: MatrixLayer) -> LayerCurvature:
+        """Return the empty curvature of a linear or convolutional layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kronecker(Approximation):
+    """KFC: Ω ⊗ Γ with the second moments of patches and of derivatives (Theorem 2).
+
+    Args:
+        fisher, factor_decay: see above.
+        inverse: ``"factored"`` damps each factor (Cholesky decompositions); ``"eigen"`` adds the
+            damping to the products of eigenvalues exactly.
+        max_factor_size: wider factors keep their diagonal only.
+    """
+
+    inverse: InverseKind = "factored"
+    max_factor_size: int = 8192
+
+    name: ClassVar[str] = "kfc"
+    curvature: ClassVar[type[KroneckerCurvature]] = KroneckerCurvature
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("inverse", self.inverse, tuple(INVERSES))
+        require_whole("max_factor_size", self.max_factor_size)
+
+    @property
+    def inverse_kind(self) -> str:
+        return self.inverse
+
+    def for_matrix(self, layer: MatrixLayer) -> LayerCurvature:
+        return self.curvature(layer, INVERSES[self.inverse], self.max_factor_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SUA(Kronecker):
+    """Kronecker factors as if activations at distinct locations were uncorrelated."""
+
+    name: ClassVar[str] = "sua"
+    curvature: ClassVar[type[KroneckerCurvature]] = SUACurvature
+
+
+@dataclass(frozen=True, kw_only=True)
+class PRONG(Kronecker):
+    """SUA with white derivatives besides: Γ = c I (Theorem 4)."""
+
+    name: ClassVar[str] = "prong"
+    curvature: ClassVar[type[KroneckerCurvature]] = PRONGCurvature
+
+
+@dataclass(frozen=True, kw_only=True)
+class EKFAC(Approximation):
+    """Second moments of gradients in the eigenbasis of KFC's factors (George et al. 2018).
+
+    The damping is added to these moments exactly.
+
+    Args:
+        fisher, factor_decay: see above.
+        max_factor_size: wider factors keep their diagonal only.
+    """
+
+    max_factor_size: int = 8192
+
+    name: ClassVar[str] = "ekfac"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("max_factor_size", self.max_factor_size)
+
+    def for_matrix(self, layer: MatrixLayer) -> LayerCurvature:
+        return EKFACCurvature(layer, self.max_factor_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagonal(Approximation):
+    """The diagonal of the exact Fisher block; the damping is added to its entries."""
+
+    name: ClassVar[str] = "diagonal"
+
+    def for_matrix(self, layer: MatrixLayer) -> LayerCurvature:
+        return DiagonalCurvature(layer)
+
+
+CurvatureChoice = Literal["kfc", "sua", "prong", "ekfac", "diagonal"] | Approximation
+APPROXIMATIONS: dict[str, type[Approximation]] = {
+    cls.name: cls for cls in (Kronecker, SUA, PRONG, EKFAC, Diagonal)
+}
+
+
+def resolve_curvature(choice: CurvatureChoice) -> Approximation:
+    """Return the value object that a name stands for; an object stands for itself."""
+    if isinstance(choice, Approximation):
+        return choice
+    if choice not in APPROXIMATIONS:
+        raise ValueError(
+            f"curvature must be one of {tuple(APPROXIMATIONS)} or an object such as "
+            f"kfc.Kronecker(), got {choice!r}"
+        )
+    return APPROXIMATIONS[choice]()

@@ -1,0 +1,199 @@
+"""When inverses are refreshed: in the step, or asynchronously in a thread (appendix A.3).
+
+The thread works on copies of the factors, on the CPU; a later step applies its inverses. No step
+uses inverses that were due more than ``max_staleness`` steps before.
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kfc._checks import require_keys, require_whole
+from kfc.curvature.layer import Block, Inverse
+from kfc.curvature.model import ModelCurvature
+from kfc.distributed.options import Parallel
+
+
+@dataclass(frozen=True)
+class Job:
+    """Inverses that the thread is computing.
+
+    Attributes:
+        begun: the step at which they were due.
+        latest: the step that waits for them.
+        blocks: the blocks they are computed from.
+        share: the inverses that this rank computes.
+    """
+
+    begun: int
+    latest: int
+    blocks: dict[str, Block]
+    share: Future[dict[str, Inverse]]
+
+
+class InverseRefresher:
+    """Refreshes the inverses of a curvature when they are due.
+
+    Args:
+        parallel: whether and how inverses are computed asynchronously.
+        several: whether several ranks train together; they apply inverses at the same step.
+    """
+
+    def __init__(self, curvature: ModelCurvature, parallel: Parallel, *, several: bool) -> None:
+        self._curvature = curvature
+        self._max_staleness = parallel.max_staleness
+        self._at_fixed_steps = parallel.deterministic or several
+        # The step at which the inverses in use were due; 0: there are none yet.
+        self._refreshed_at = 0
+        self._job: Job | None = None
+        self._thread = _one_core_thread() if parallel.asynchronous else None
+
+    def staleness(self, steps: int) -> int | None:
+        """Return the age, in steps, of the inverses in use; ``None`` if there are none."""
+        return steps - self._refreshed_at if self._refreshed_at else None
+
+    def refresh(
+        self,
+        step: int,
+        damping: Callable[[str], float],
+        *,
+        due: bool,
+        period: int,
+        at_once: bool = False,
+    ) -> None:
+        """Refresh what a step has to refresh; layers without an inverse get one immediately.
+
+        Args:
+            damping: returns δ of a layer, by its name.
+            due: whether inverses are due at this step.
+            period: the inverse period in force.
+            at_once: refresh all inverses in this step.
+
+        Raises:
+            Exception: any error of the thread.
+        """
+        first = not self._refreshed_at
+        if at_once or (due and (self._thread is None or first)):
+            self._job = None
+            self._curvature.refresh_inverses(damping, only_missing=False)
+            self._refreshed_at = step
+            return
+        self._curvature.refresh_inverses(damping, only_missing=True)
+        if first:
+            self._refreshed_at = step
+        self._apply_if_ready(step)
+        if due and self._thread is not None and self._job is None:
+            late = period if self._max_staleness is None else self._max_staleness
+            self._begin(step, step + late, self._curvature.blocks(damping))
+            self._apply_if_ready(step)
+
+    def _begin(self, step: int, latest: int, blocks: Mapping[str, Block]) -> None:
+        # Also the blocks that other ranks invert: the state dict contains them.
+        copies = {name: _copied(block) for name, block in blocks.items()}
+        assert self._thread is not None
+        share = self._thread.submit(_invert, self._curvature, copies)
+        self._job = Job(step, latest, copies, share)
+
+    def _apply_if_ready(self, step: int) -> None:
+        job = self._job
+        if job is None:
+            return
+        if step >= job.latest or (job.share.done() and not self._at_fixed_steps):
+            self._job = None
+            self._curvature.adopt_inverses(job.blocks, job.share.result())
+            self._refreshed_at = job.begun
+
+    def forget(self) -> None:
+        """Start over after all inverses were dropped; a running job has no effect."""
+        self._job, self._refreshed_at = None, 0
+
+    def snapshot(self) -> tuple[int, Job | None]:
+        """Return the state, to be passed to :meth:`restore`."""
+        return self._refreshed_at, self._job
+
+    def restore(self, snapshot: tuple[int, Job | None]) -> None:
+        self._refreshed_at, self._job = snapshot
+
+    def close(self) -> None:
+        """End the thread after its current job."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the blocks that are being inverted, after waiting for the thread.
+
+        The inverses are computed again after loading, so that all ranks save the same.
+        """
+        job = self._job
+        blocks: dict[str, Any] = {}
+        if job is not None:
+            wait([job.share])  # a step reports its errors
+            for name, block in job.blocks.items():
+                running = [tensor.clone() for tensor in block.running]
+                blocks[name] = {**block._asdict(), "running": running, "roles": list(block.roles)}
+        return {
+            "refreshed_at": self._refreshed_at,
+            "begun": job and job.begun,
+            "latest": job and job.latest,
+            "blocks": blocks,
+        }
+
+    @staticmethod
+    def check_state(state: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` unless the state is one that :meth:`state_dict` returns."""
+        require_keys("inverse state", state, ("refreshed_at", "begun", "latest", "blocks"))
+        require_whole("the inverse state's refreshed_at", state["refreshed_at"], low=0)
+        for name in ("begun", "latest"):
+            if state["begun"] is not None:
+                require_whole(f"the inverse state's {name}", state[name])
+        for name, block in state["blocks"].items():
+            require_keys(f"inverse state of layer {name!r}", block, Block._fields)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restart the saved job; without a thread, inverses are refreshed when next due."""
+        self._job, self._refreshed_at = None, state["refreshed_at"]
+        if state["begun"] is None or self._thread is None:
+            return
+        layers = self._curvature.layers
+        blocks = {
+            name: Block(
+                tuple(tensor.to(layers[name].layer.dtype) for tensor in block["running"]),
+                block["damping"],
+                tuple(block["roles"]),
+            )
+            for name, block in state["blocks"].items()
+            # A layer frozen or thawed since has no use for them.
+            if name in layers and tuple(block["roles"]) == layers[name].trained_roles()
+        }
+        self._begin(state["begun"], state["latest"], blocks)
+
+
+def _one_core_thread() -> ThreadPoolExecutor:
+    """Return a thread that uses one core, and leaves the others to training."""
+    thread = ThreadPoolExecutor(1, "kfc-inverses")
+    before = torch.get_num_threads()
+    thread.submit(_use_one_core).result()
+    # The number belongs to the thread, but later threads would also start with it.
+    torch.set_num_threads(before)
+    return thread
+
+
+def _use_one_core() -> None:
+    torch.set_num_threads(1)
+    torch.get_num_threads()  # reading it gives the thread a number of its own
+
+
+def _copied(block: Block) -> Block:
+    """Return a block on the CPU; copied, because the model's device may be the CPU."""
+    running = tuple(tensor.detach().to("cpu", copy=True) for tensor in block.running)
+    return block._replace(running=running)
+
+
+@torch.no_grad()
+def _invert(curvature: ModelCurvature, blocks: Mapping[str, Block]) -> dict[str, Inverse]:
+    return curvature.invert(blocks)

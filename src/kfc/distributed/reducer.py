@@ -1,0 +1,187 @@
+"""The interface through which the rest of the library sees several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kfc.layers.synchronised import mixes_ranks
+
+if TYPE_CHECKING:
+    from kfc.curvature.layer import Inverse, LayerCurvature
+    from kfc.curvature.model import MomentLayout
+    from kfc.curvature.statistics import BatchStatistics
+    from kfc.fisher.likelihoods import Likelihood
+    from kfc.statistics.generator import OwnGenerator
+
+
+class Reducer:
+    """Joins the work of all ranks.
+
+    This class is the case of one process: every method returns its argument and sends nothing.
+    :class:`kfc.distributed.ranked.RankReducer` is the case of several ranks; all of them call the
+    same methods in the same order.
+    """
+
+    rank = 0
+    size = 1
+
+    def __init__(self, *, expects_group: bool = False) -> None:
+        """
+        Args:
+            expects_group: a default process group that exists by the first step is an error.
+        """
+        self._expects_group = expects_group
+
+    # Setup and steps
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise ``ValueError`` if the model joins examples of ranks that are not known here."""
+        if mixes_ranks(model):
+            raise ValueError(
+                "the model's SyncBatchNorm joins the examples of several ranks, but the optimizer "
+                "was made for one process; pass the ranks' group: parallel=kfc.Parallel(group=...)"
+            )
+
+    def begin_step(self, step: int) -> None:
+        """Record the step in progress, which errors of collectives report."""
+
+    # Statistics
+
+    def generator(self, shared: OwnGenerator, device: torch.device) -> torch.Generator:
+        """Return the generator that draws this rank's targets."""
+        return shared.on(device)
+
+    def turns(self, count: int, *, joint: bool) -> list[tuple[int, int]]:
+        """Return (rank, number of backward passes) in the order in which ranks take turns.
+
+        Args:
+            count: the number of passes that this rank needs.
+            joint: whether a pass of one rank needs the others, as with SyncBatchNorm.
+        """
+        return [(self.rank, count)]
+
+    def watch(self, output: Tensor) -> None:
+        """Record whether this rank's output and its derivative are finite."""
+
+    def bad_ranks(self) -> list[int]:
+        """Return the ranks with values that are not finite in this step, if there are several."""
+        return []
+
+    def send(
+        self, batch: BatchStatistics, layouts: Callable[[], Mapping[str, MomentLayout]]
+    ) -> None:
+        """Start to sum the statistics of a batch over all ranks, unless more passes will follow.
+
+        The statistics sent are removed from the batch. :meth:`receive` returns their sums.
+
+        Args:
+            layouts: returns the layouts of all layers that any rank may have gathered.
+        """
+
+    def receive(
+        self,
+        batch: BatchStatistics,
+        layouts: Callable[[Collection[str]], Mapping[str, MomentLayout]],
+        required: Collection[str],
+        optional: Collection[str],
+    ) -> BatchStatistics:
+        """Return the statistics of all ranks.
+
+        Args:
+            batch: what this rank gathered and has not sent.
+            layouts: returns the layouts of layers.
+            required: the layers that every rank gathers in this step.
+            optional: the layers that some ranks may have gathered.
+        """
+        return batch
+
+    def drop(self) -> None:
+        """Discard statistics that were sent, and whether values were finite."""
+
+    def mean_product(self, value: Tensor, examples: int, likelihood: Likelihood) -> Tensor:
+        """Return a product with the Fisher matrix of the whole batch from that of each part.
+
+        Args:
+            value: the product for the loss on this rank's examples.
+        """
+        return value
+
+    # Numbers
+
+    def share(self, value: Any) -> Any:
+        """Return what rank 0 passes."""
+        return value
+
+    def mean(self, numbers: Sequence[float]) -> list[float]:
+        """Return the mean over ranks of each number."""
+        return list(numbers)
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of every rank."""
+        return [list(numbers)]
+
+    def check_equal(
+        self,
+        model: nn.Module,
+        gradients: Mapping[str, Tensor],
+        layers: Mapping[str, LayerCurvature],
+        step: int,
+        *,
+        first: bool,
+    ) -> None:
+        """Raise an error that names the first difference between ranks, when a check is due.
+
+        Args:
+            first: whether this is the first step since the start or since a state was loaded.
+        """
+        late = first and self._expects_group and dist.is_available() and dist.is_initialized()
+        if late and dist.get_world_size() > 1:
+            raise RuntimeError(
+                "torch.distributed was initialised after the optimizer, which was made for one "
+                "process; make the optimizer afterwards, or with "
+                "parallel=kfc.Parallel(group=None) to train in this process alone"
+            )
+
+    # Inverses
+
+    def place(self, layers: Mapping[str, LayerCurvature], period: int) -> None:
+        """Decide which rank computes which inverse.
+
+        Args:
+            period: the number of steps that an inverse is used for.
+        """
+
+    def compute(self, names: Iterable[str], make: Callable[[str], Inverse]) -> dict[str, Inverse]:
+        """Return the inverses that this rank computes."""
+        return {name: make(name) for name in names}
+
+    def compute_held(
+        self, names: Iterable[str], make: Callable[[str], Inverse]
+    ) -> dict[str, Inverse]:
+        """Return all inverses, each computed by every rank that holds the layer's inverse."""
+        return {name: make(name) for name in names}
+
+    def distribute(
+        self,
+        layers: Mapping[str, LayerCurvature],
+        names: Iterable[str],
+        own: Mapping[str, Inverse],
+    ) -> dict[str, Inverse]:
+        """Return the inverses of all named layers from every rank's share."""
+        return {name: own[name] for name in names}
+
+    def is_everywhere(self, name: str) -> bool:
+        """Return whether every rank has the layer's inverse."""
+        return True
+
+    def complete_(self, natural: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Fill in, in place, natural gradients of layers whose inverse another rank holds."""
+
+    def describe(self, layers: Mapping[str, LayerCurvature]) -> dict[str, Any] | None:
+        """Return who computes what and how much was sent, for ``diagnostics``."""
+        return None

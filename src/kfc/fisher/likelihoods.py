@@ -1,0 +1,255 @@
+"""Output distributions, which determine the curvature of the loss in the model's outputs.
+
+From the model's outputs, a likelihood computes what the Fisher matrix needs: a derivative for
+targets drawn from the model, the complete set of such derivatives, and products with the Fisher
+matrix of the outputs.
+
+Scale. The loss is a sum of terms, each with the same weight ``w`` (``term_weight``), so its Hessian
+in the outputs is ``R = w · (Fisher matrix of one term)``, block-diagonal over terms. Derivatives of
+the log-likelihood are multiplied by ``sqrt(w · N)``, so that their second moment, averaged over the
+N examples, is R.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kfc._checks import require_choice, require_number
+
+Reduction = Literal["mean", "batchmean", "sum"]
+REDUCTIONS = ("mean", "batchmean", "sum")
+
+
+class Likelihood(ABC):
+    """A distribution over targets, given the model's outputs of shape (N, ...).
+
+    Subclasses describe *unweighted terms* of the loss; this class applies the reduction. To add a
+    distribution, implement the abstract methods and pass an instance as ``likelihood=``.
+
+    Args:
+        reduction: how the loss combines its terms. ``"mean"`` divides by their number, as torch's
+            losses do by default; ``"batchmean"`` sums within an example and averages over
+            examples, as in the paper; ``"sum"`` only sums.
+    """
+
+    def __init__(self, reduction: Reduction = "mean") -> None:
+        require_choice("reduction", reduction, REDUCTIONS)
+        self.reduction = reduction
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(reduction={self.reduction!r})"
+
+    # To be implemented by each distribution
+
+    @abstractmethod
+    def terms_per_example(self, outputs: Tensor) -> int:
+        """Return the number of terms of the loss for one example."""
+
+    def columns_per_example(self, outputs: Tensor) -> int:
+        """Return the number of columns from ``term_columns``; by default one per output element."""
+        return outputs[0].numel()
+
+    @abstractmethod
+    def term_sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Return ∂ log p / ∂ outputs, like the outputs, for targets drawn from the model."""
+
+    @abstractmethod
+    def term_columns(self, outputs: Tensor) -> Iterator[Tensor]:
+        """Yield tensors like the outputs whose outer products add up to the Fisher matrix."""
+
+    @abstractmethod
+    def term_fisher_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        """Return the Fisher matrix of the terms times a vector shaped like the outputs."""
+
+    def check_shape(self, outputs: Tensor) -> None:  # noqa: B027 - any shape fits by default
+        """Raise ``ValueError`` if the outputs do not fit this distribution."""
+
+    # Used by the rest of the library
+
+    def validate(self, outputs: Tensor) -> None:
+        """Raise an error if these outputs do not define any term of the loss."""
+        if outputs.dim() == 0:
+            raise ValueError(
+                f"the model's output is a scalar, but {self!r} needs one row per example; "
+                "return the predictions from the model and compute the loss outside it"
+            )
+        if outputs.numel() == 0:
+            raise ValueError(f"the batch is empty: the model's output has shape {_shape(outputs)}")
+        if not outputs.is_floating_point():
+            raise TypeError(
+                f"the model's output has dtype {outputs.dtype}, but {self!r} needs real numbers; "
+                "select the right tensor with output="
+            )
+        self.check_shape(outputs)
+
+    def term_weight(self, outputs: Tensor, examples: int | None = None) -> float:
+        """Return w, the weight of one term in the loss.
+
+        Args:
+            examples: the size of the whole batch, if the outputs belong to a part of it.
+        """
+        examples = examples or outputs.shape[0]
+        if self.reduction == "mean":
+            return 1.0 / (examples * self.terms_per_example(outputs))
+        return 1.0 / examples if self.reduction == "batchmean" else 1.0
+
+    def growth(self, part: float, whole: float) -> float:
+        """Return the curvature of the loss on ``whole`` examples relative to ``part`` of them."""
+        return whole / part if self.reduction == "sum" else 1.0
+
+    def sample_derivative(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Return sqrt(w N) · ∂ log p(targets | outputs) / ∂ outputs for one draw of the targets.
+
+        Targets are drawn from the model, independently at every output location, using only
+        ``generator``.
+        """
+        sample = self.term_sample(_at_least_float32(outputs), generator)
+        return self._derivative_scale(outputs) * sample
+
+    def derivative_columns(self, outputs: Tensor) -> Iterator[Tensor]:
+        """Yield the columns whose summed second moment is the mean of ``sample_derivative``'s."""
+        scale = self._derivative_scale(outputs)
+        for column in self.term_columns(_at_least_float32(outputs)):
+            yield scale * column
+
+    def fisher_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        """Return R, the Hessian of the loss in the outputs, times a vector like the outputs."""
+        wide, wide_vector = _at_least_float32(outputs), _at_least_float32(vector)
+        return self.term_weight(outputs) * self.term_fisher_product(wide, wide_vector)
+
+    def _derivative_scale(self, outputs: Tensor) -> float:
+        return math.sqrt(self.term_weight(outputs) * outputs.shape[0])
+
+
+class Categorical(Likelihood):
+    """Classes with probabilities softmax(outputs, 1), for logits (N, C) or (N, C, d1, ...).
+
+    Matches ``torch.nn.functional.cross_entropy``, with one term per example and location.
+    """
+
+    def check_shape(self, outputs: Tensor) -> None:
+        if outputs.dim() < 2 or outputs.shape[1] < 2:
+            raise ValueError(
+                "the categorical likelihood needs logits of shape (N, C) or (N, C, d1, ...) with "
+                f"at least two classes, but the model's output has shape {_shape(outputs)}; "
+                'use likelihood="bernoulli" for a single logit or likelihood="gaussian" for '
+                "regression, or select and reshape the logits with output="
+            )
+
+    def terms_per_example(self, outputs: Tensor) -> int:
+        return outputs[0, 0].numel()
+
+    def term_sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        # Gumbel-argmax, because multinomial would raise on NaN inside the user's forward.
+        noise = torch.empty_like(outputs).exponential_(generator=generator).log_()
+        drawn = (outputs - noise).argmax(dim=1, keepdim=True)
+        derivative = outputs.softmax(dim=1).neg_()
+        return derivative.scatter_add_(1, drawn, torch.ones_like(derivative[:, :1]))
+
+    def term_columns(self, outputs: Tensor) -> Iterator[Tensor]:
+        # Column (location, class): sqrt(p_class) (e_class - p) at that location, zero elsewhere.
+        probabilities = outputs.softmax(dim=1).reshape(*outputs.shape[:2], -1)
+        for location in range(probabilities.shape[2]):
+            at_location = probabilities[:, :, location]
+            for target in range(probabilities.shape[1]):
+                column = torch.zeros_like(probabilities)
+                column[:, :, location] = -at_location
+                column[:, target, location] += 1
+                column[:, :, location] *= at_location[:, target : target + 1].sqrt()
+                yield column.reshape(outputs.shape)
+
+    def term_fisher_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        probabilities = outputs.softmax(dim=1)
+        weighted = probabilities * vector
+        return weighted - probabilities * weighted.sum(dim=1, keepdim=True)
+
+
+class _Elementwise(Likelihood):
+    """A distribution in which every output element is the parameter of one independent target."""
+
+    @abstractmethod
+    def element_fisher(self, outputs: Tensor) -> Tensor:
+        """Return the Fisher information of each element, shaped like the outputs."""
+
+    def terms_per_example(self, outputs: Tensor) -> int:
+        return outputs[0].numel()
+
+    def term_columns(self, outputs: Tensor) -> Iterator[Tensor]:
+        deviation = self.element_fisher(outputs).sqrt().reshape(outputs.shape[0], -1)
+        for element in range(deviation.shape[1]):
+            column = torch.zeros_like(deviation)
+            column[:, element] = deviation[:, element]
+            yield column.reshape(outputs.shape)
+
+    def term_fisher_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        return self.element_fisher(outputs) * vector
+
+
+class Bernoulli(_Elementwise):
+    """Independent binary targets with the outputs as logits.
+
+    Matches ``torch.nn.functional.binary_cross_entropy_with_logits``.
+    """
+
+    def element_fisher(self, outputs: Tensor) -> Tensor:
+        probabilities = outputs.sigmoid()
+        return probabilities * (1 - probabilities)
+
+    def term_sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        probabilities = outputs.sigmoid()
+        uniform = torch.empty_like(outputs).uniform_(generator=generator)
+        return (uniform < probabilities).to(outputs.dtype) - probabilities
+
+
+class Gaussian(_Elementwise):
+    """Independent normal targets with the outputs as means.
+
+    Args:
+        reduction: see :class:`Likelihood`.
+        variance: the variance of the targets. A term of the loss is
+            ``(target - output)² / (2 variance)``: the default ½ matches torch's ``mse_loss``, and 1
+            matches a squared error with the factor ½.
+    """
+
+    def __init__(self, reduction: Reduction = "mean", variance: float = 0.5) -> None:
+        super().__init__(reduction)
+        require_number("variance", variance, positive=True)
+        self.variance = variance
+
+    def __repr__(self) -> str:
+        return f"Gaussian(reduction={self.reduction!r}, variance={self.variance})"
+
+    def element_fisher(self, outputs: Tensor) -> Tensor:
+        return torch.full_like(outputs, 1 / self.variance)
+
+    def term_sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        # (target - output) / variance with target - output ~ N(0, variance). Adding zero times the
+        # outputs passes their NaNs on.
+        noise = torch.empty_like(outputs).normal_(generator=generator)
+        return noise / math.sqrt(self.variance) + 0 * outputs
+
+
+_BY_NAME = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
+
+
+def resolve_likelihood(likelihood: str | Likelihood) -> Likelihood:
+    """Return the likelihood with this name, or the given one."""
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    if isinstance(likelihood, str) and likelihood in _BY_NAME:
+        return _BY_NAME[likelihood]()
+    raise ValueError(
+        f"likelihood must be one of {tuple(_BY_NAME)} or a kfc.Likelihood, got {likelihood!r}"
+    )
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)

@@ -1,0 +1,292 @@
+"""Products with the exact Fisher matrix F = JᵀRJ of a batch, by forward-mode differentiation.
+
+J is the Jacobian of the model's outputs in its parameters, R the Hessian of the loss in the outputs
+(see :mod:`kfc.fisher.likelihoods` for its scale). Each product runs the model once, in its current
+mode (training or evaluation). Buffers, gradients and the global random state are left unchanged,
+and dropout draws the mask that the next forward pass would draw.
+
+Where :class:`torch.nn.SyncBatchNorm` joins the batches of several ranks, all of them must compute
+the product together; their results add up to the product for the sum of their losses.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
+
+from kfc._checks import widest
+from kfc._torch import load_decompositions, make_dual
+from kfc.fisher.calls import ModelCall, autocast_of, suspended, without_autocast
+from kfc.fisher.likelihoods import Likelihood, resolve_likelihood
+from kfc.fisher.randomness import accelerators_of, forked_random_state
+from kfc.layers.synchronised import normalise_over_ranks, synchronising_group
+
+Output = Callable[[Any], Tensor]
+Vector = TypeVar("Vector", Mapping[str, Tensor], Sequence[Tensor])
+
+CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+
+
+class ForwardModeError(RuntimeError):
+    """An operation of the model has no forward-mode derivative."""
+
+
+def vector_product(
+    model: nn.Module,
+    inputs: Any,
+    vector: Vector,
+    *,
+    likelihood: str | Likelihood = "categorical",
+    output: Output | None = None,
+) -> Vector:
+    """Return F v, exactly.
+
+    Args:
+        model: any module, called as ``model(inputs)``, as ``model(*inputs)`` for a tuple and as
+            ``model(**inputs)`` for a dict.
+        inputs: one batch.
+        vector: v, a dict from parameter names to tensors (missing parameters count as zero), or a
+            list in the order of ``model.parameters()``, with an entry for every parameter or for
+            every parameter that requires gradients.
+        likelihood: the distribution that the outputs parametrise; see :class:`kfc.Likelihood`.
+        output: selects the tensor of outputs from what the model returns.
+
+    Returns:
+        F v in the structure of ``vector``, for the parameters in it.
+    """
+    tangents = _by_name(model, vector)
+    parameters = dict(model.named_parameters())
+    leaves = {name: parameters[name].detach().requires_grad_() for name in tangents}
+    distribution = resolve_likelihood(likelihood)
+    with torch.enable_grad():
+        outputs, change = _dual_run(model, _call(model, inputs), tangents, leaves, output)
+        distribution.validate(outputs)
+        pulled = distribution.fisher_product(outputs.detach(), change.detach())
+        try:
+            products = torch.autograd.grad(
+                outputs, list(leaves.values()), pulled.to(outputs.dtype), materialize_grads=True
+            )
+        except CheckpointError as error:
+            raise RuntimeError(
+                "vector_product cannot go backward through torch.utils.checkpoint, which runs the "
+                "model again without its tangents; turn checkpointing off for it"
+            ) from error
+    filled = {name: product.detach() for name, product in zip(leaves, products, strict=True)}
+    if isinstance(vector, Mapping):
+        return filled  # type: ignore[return-value]
+    return type(vector)(filled.values())  # type: ignore[call-arg]
+
+
+def quadratic_form(
+    model: nn.Module,
+    inputs: Any,
+    vector: Mapping[str, Tensor] | Sequence[Tensor],
+    *,
+    likelihood: str | Likelihood = "categorical",
+    output: Output | None = None,
+) -> Tensor:
+    """Return vᵀ F v, exactly, with one forward pass; arguments as in :func:`vector_product`."""
+    products, _ = products_of_call(
+        model,
+        _call(model, inputs),
+        [_by_name(model, vector)],
+        resolve_likelihood(likelihood),
+        output,
+    )
+    return products[0, 0]
+
+
+def products_of_call(
+    model: nn.Module,
+    call: ModelCall,
+    vectors: Sequence[Mapping[str, Tensor]],
+    likelihood: Likelihood,
+    output: Output | None,
+) -> tuple[Tensor, int]:
+    """Return all vᵢᵀFvⱼ, (k, k), on a recorded forward pass, and the number of its examples.
+
+    This takes one forward pass per vector.
+    """
+    changes, pulled = [], []
+    with torch.no_grad():
+        for tangents in vectors:
+            outputs, change = _dual_run(model, call, tangents, {}, output)
+            likelihood.validate(outputs)
+            # Squares of large changes may overflow float32, and the caller needs their values.
+            changes.append(change.flatten().to(widest(change.device)))
+            pulled.append(likelihood.fisher_product(outputs, change).flatten().to(changes[-1]))
+        with without_autocast(changes[0].device):
+            return torch.stack(changes) @ torch.stack(pulled).mT, len(outputs)
+
+
+def select_output(result: Any, output: Output | None) -> Tensor:
+    """Return the tensor of outputs among what the model returned; raise if it is not a tensor."""
+    selected = result if output is None else output(result)
+    if not isinstance(selected, Tensor):
+        origin = "the model returned" if output is None else "output= returned"
+        raise TypeError(
+            f"{origin} a {type(selected).__name__}, not a tensor; select the outputs that the loss "
+            "is computed from, for instance output=lambda out: out.logits or "
+            "output=lambda out: out[0]"
+        )
+    return selected
+
+
+def _dual_run(
+    model: nn.Module,
+    call: ModelCall,
+    tangents: Mapping[str, Tensor],
+    leaves: Mapping[str, Tensor],
+    output: Output | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs, and their derivative along the tangents.
+
+    Args:
+        leaves: the parameters to differentiate with respect to afterwards.
+    """
+    try:
+        return _dual_run_once(model, call, tangents, leaves, output)
+    except ForwardModeError:
+        if not load_decompositions():
+            raise
+    return _dual_run_once(model, call, tangents, leaves, output)
+
+
+def _dual_run_once(
+    model: nn.Module,
+    call: ModelCall,
+    tangents: Mapping[str, Tensor],
+    leaves: Mapping[str, Tensor],
+    output: Output | None,
+) -> tuple[Tensor, Tensor]:
+    state: dict[str, Tensor] = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with ExitStack() as stack:
+        stack.enter_context(suspended())
+        stack.enter_context(forked_random_state(accelerators_of(model), call.random_state))
+        stack.enter_context(forward_ad.dual_level())
+        stack.enter_context(_attention_with_forward_mode())
+        stack.enter_context(_synchronised_with_forward_mode(model))
+        stack.enter_context(_SkipZeroTangents())
+        # As in the recorded pass, whether autocast is on or off now.
+        device = next(model.parameters()).device.type
+        autocast = torch.autocast(device, call.autocast, enabled=call.autocast is not None)
+        stack.enter_context(autocast)
+        for name, parameter in model.named_parameters():
+            primal = leaves.get(name, parameter.detach())
+            tangent = tangents.get(name)
+            state[name] = primal if tangent is None else make_dual(primal, tangent.to(primal))
+        try:
+            result = functional_call(model, state, call.args, call.kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if not any(words in str(error) for words in ("forward AD", "forward mode AD")):
+                raise
+            raise ForwardModeError(
+                "exact Fisher products need forward-mode differentiation, which an operation of "
+                f"this model lacks: {str(error).splitlines()[0]} To train without these products, "
+                "pass clip=None to KFC."
+            ) from error
+        outputs, change = forward_ad.unpack_dual(select_output(result, output))
+        # Leaving the level removes the tangents from the graph, so a backward is a plain one.
+        return outputs, torch.zeros_like(outputs) if change is None else change.clone()
+
+
+class _SkipZeroTangents(TorchFunctionMode):
+    """Skip the input's tangent in a convolution of data, where it is zero.
+
+    torch would convolve the zeros too: a third of the work of the first layer, whose maps are the
+    largest.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in CONVOLUTIONS and len(args) >= 3:
+            inputs, weight, bias = (_primal_and_tangent(tensor) for tensor in args[:3])
+            if weight[1] is not None and inputs[1] is None:
+                outputs = func(args[0], weight[0], bias[0], *args[3:], **kwargs)
+                with torch.no_grad():
+                    change = func(args[0], weight[1], bias[1], *args[3:], **kwargs)
+                return make_dual(outputs, change)
+        return func(*args, **kwargs)
+
+
+def _primal_and_tangent(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if tensor is None else forward_ad.unpack_dual(tensor)
+
+
+@contextmanager
+def _attention_with_forward_mode() -> Iterator[None]:
+    """Disable the fused attention kernels and encoder layers, which have no forward mode."""
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+@contextmanager
+def _synchronised_with_forward_mode(model: nn.Module) -> Iterator[None]:
+    """Replace torch's batch normalisation over several ranks, which has no forward mode.
+
+    Subclasses with a forward of their own are left as they are.
+    """
+    replaced = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.SyncBatchNorm)
+        and synchronising_group(module) is not None
+        and getattr(module.forward, "__func__", None) is nn.SyncBatchNorm.forward
+    ]
+    for module in replaced:
+        vars(module)["forward"] = partial(normalise_over_ranks, module)
+    try:
+        yield
+    finally:
+        for module in replaced:
+            vars(module).pop("forward", None)
+
+
+def _call(model: nn.Module, inputs: Any) -> ModelCall:
+    if isinstance(inputs, tuple):
+        return ModelCall(inputs, {}, autocast_of(model))
+    if isinstance(inputs, Mapping):
+        return ModelCall((), dict(inputs), autocast_of(model))
+    return ModelCall((inputs,), {}, autocast_of(model))
+
+
+def _by_name(
+    model: nn.Module, vector: Mapping[str, Tensor] | Sequence[Tensor]
+) -> dict[str, Tensor]:
+    parameters = dict(model.named_parameters())
+    if isinstance(vector, Mapping):
+        named = dict(vector)
+        unknown = [name for name in named if name not in parameters]
+        if unknown:
+            raise ValueError(f"the vector names parameters that the model does not have: {unknown}")
+    else:
+        trained = [name for name, p in parameters.items() if p.requires_grad]
+        names = list(parameters) if len(vector) == len(parameters) else trained
+        if len(vector) != len(names):
+            raise ValueError(
+                f"the vector has {len(vector)} tensors, but the model has {len(parameters)} "
+                f"parameters, {len(trained)} of them trained"
+            )
+        named = dict(zip(names, vector, strict=True))
+    for name, tensor in named.items():
+        if tensor.shape != parameters[name].shape:
+            raise ValueError(
+                f"the vector has shape {tuple(tensor.shape)} for parameter {name!r} of shape "
+                f"{tuple(parameters[name].shape)}"
+            )
+    return named

@@ -1,0 +1,58 @@
+"""Averaged parameters, computed in the same way for every optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfc.optimizers.averaging import KEY, start_averages, swapped_in, update_averages
+
+
+class Averages:
+    """The mean of all iterates at first, later an exponential average of timescale τ.
+
+    The running statistics of batch normalisation are averaged like parameters.
+
+    Args:
+        timescale: τ, in updates.
+    """
+
+    def __init__(self, model: nn.Module, timescale: float) -> None:
+        self._buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
+        self._tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **self._buffers}
+        self._timescale = timescale
+        self._state: dict[Tensor, dict[str, Any]] = {t: {} for t in self._tensors.values()}
+        start_averages(self._tensors.values(), self._state)
+
+    def update(self, count: int) -> None:
+        """Include the parameters after update ``count``, 1 for the first."""
+        # exp(-1 / (k + 1/2)) is k / (k + 1) up to terms of third order: the plain mean.
+        timescale = min(self._timescale, count + 0.5)
+        update_averages(self._tensors.values(), self._state, timescale, None)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Let the model have the averaged parameters within the context."""
+        with swapped_in(self._tensors.values(), self._state):
+            yield
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """Replace the model's parameters by their averages."""
+        for tensor in self._tensors.values():
+            tensor.copy_(self._state[tensor][KEY])
+
+    def of_buffers(self) -> list[Tensor]:
+        """Return the averages of the model's buffers."""
+        return [self._state[buffer][KEY] for buffer in self._buffers.values()]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: self._state[tensor][KEY] for name, tensor in self._tensors.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for name, tensor in self._tensors.items():
+            self._state[tensor][KEY].copy_(state[name])

@@ -1,0 +1,101 @@
+"""The `kfc` command."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import kfc
+from kfc.lab.cli.compare import compare, demo
+from kfc.lab.cli.data import data_app
+from kfc.lab.cli.inspect import inspect
+from kfc.lab.cli.report import report
+from kfc.lab.cli.screen import USAGE, fail, say
+from kfc.lab.cli.train import train
+from kfc.lab.processes.ranks import Launch
+
+# torchrun ends the other processes as soon as one has ended, perhaps before its message.
+SECONDS_FOR_RANK_0_TO_SPEAK = 5
+
+
+class OneVoice(TyperGroup):
+    """A command that prints usage errors on rank 0 only, if there are several processes."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        if Launch.from_environment().rank == 0:
+            return super().main(*args, **kwargs)
+        try:
+            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except Exception as error:
+            # A usage error of click, or of the copy of click in newer versions of typer.
+            if not hasattr(error, "exit_code"):
+                raise
+            time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
+            code = error.exit_code
+        sys.exit(code)
+
+
+app = typer.Typer(
+    cls=OneVoice,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (demo, train, compare, report, inspect):
+    app.command()(command)
+app.add_typer(data_app, name="data")
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        say(f"kfc {kfc.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Natural-gradient training of convolutional networks with Kronecker Factors for Convolution.
+
+    Examples:
+
+      kfc demo
+
+      kfc train --data cifar10 --net cuda-convnet --lr 0.003 --epochs 5
+
+      kfc compare figure3-cifar10 --quick
+
+      kfc inspect runs/cifar10-cuda-convnet-kfc
+
+    Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 the run diverged, 130 interrupted.
+    """
+    launch = Launch.from_environment()
+    if launch.size > 1 and context.invoked_subcommand != "train":
+        if launch.rank > 0:
+            time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
+            raise typer.Exit(USAGE)
+        command = context.invoked_subcommand
+        fail(f"kfc {command} runs in one process; only kfc train works with torchrun", USAGE)
+
+
+@app.command()
+def bench() -> None:
+    """Show how to run the benchmark, which needs other libraries and a separate environment.
+
+    Example: make bench
+    """
+    say(
+        "The benchmark needs the libraries it compares with, and is part of the source tree:\n"
+        "  make bench                            run all of it\n"
+        "  make bench BENCH='--sections steps'   run a part; BENCH='--help' lists the options\n"
+        "Results: docs/benchmarks.md"
+    )

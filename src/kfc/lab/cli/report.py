@@ -1,0 +1,127 @@
+"""The command `kfc report`, which writes a page about runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kfc.lab.cli.screen import as_table, clear_errors, console, say, writing
+from kfc.lab.comparison.settings import SPECIFICATION, Comparison, read_specification
+from kfc.lab.report.page import write_page
+from kfc.lab.report.summary import Goals, best_runs, default_goals, goal_rows, summary_rows
+from kfc.lab.runs import CONFIG, Record, RunError, read_record
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs or comparisons.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
+    title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="Run that ratios refer to; by default the first that uses SGD."),
+    ] = None,
+    train_error: Annotated[
+        list[float] | None,
+        typer.Option(help="Goal for the training error in percent; may be repeated."),
+    ] = None,
+    test_error: Annotated[
+        list[float] | None,
+        typer.Option(help="Goal for the test error in percent; may be repeated."),
+    ] = None,
+) -> None:
+    """Write a self-contained page with tables and curves of several runs.
+
+    Examples:
+
+      kfc report runs/demo -o demo.html
+
+      kfc report runs/cifar10-cuda-convnet-kfc runs/cifar10-cuda-convnet-sgd --train-error 6
+    """
+    with clear_errors():
+        if out.is_dir():
+            raise typer.BadParameter(f"{out} is a folder; name a file", param_hint="--out")
+        records = with_distinct_names([records_in(path) for path in runs])
+        comparison = next(
+            (read_specification(p) for p in runs if (p / SPECIFICATION).exists()), None
+        )
+        goals = Goals(tuple(train_error or ()), tuple(test_error or ()))
+        names = [record.name for record in records]
+        if baseline is not None and baseline not in names:
+            raise typer.BadParameter(
+                f"no run is named {baseline!r}; there are {', '.join(names)}",
+                param_hint="--baseline",
+            )
+        publish(
+            records,
+            out,
+            title=title or (comparison.title if comparison else "Runs"),
+            introduction=comparison.introduction if comparison else "",
+            goals=goals or goals_of(comparison, records),
+            baseline=baseline or (comparison.baseline if comparison else None),
+        )
+
+
+def goals_of(comparison: Comparison | None, records: list[Record]) -> Goals:
+    """Return the comparison's goals; if it has none, round errors that the runs reached."""
+    goals = Goals()
+    if comparison is not None:
+        goals = Goals(
+            tuple(comparison.train_errors),
+            tuple(comparison.test_errors),
+            tuple(comparison.train_losses),
+        )
+    return goals or default_goals(best_runs(records))
+
+
+def records_in(path: Path) -> list[Record]:
+    """Return the record of a run's folder, or those of all runs in a comparison's folder."""
+    if (path / CONFIG).exists() or not (path / SPECIFICATION).exists():
+        return [read_record(path)]
+    order = list(read_specification(path).methods)
+    folders = [file.parent for file in path.glob(f"*/{CONFIG}")]
+    found = [read_record(folder) for folder in folders if not folder.name.startswith(".")]
+    own = [record for record in found if record.name in order]
+    if not own:
+        raise RunError(f"{path} has no runs yet")
+    return sorted(own, key=lambda record: (order.index(record.name), record.config.lr or 0.0))
+
+
+def with_distinct_names(found: list[list[Record]]) -> list[Record]:
+    """Return one list, with names that differ between the given lists.
+
+    Runs with the same name share a curve, which is right only within a comparison.
+    """
+    owners: dict[str, int] = {}
+    records = []
+    for index, group in enumerate(found):
+        for record in group:
+            if owners.setdefault(record.name, index) != index:
+                record = replace(record, name=f"{record.name} ({record.path})")
+            records.append(record)
+    return records
+
+
+def publish(
+    records: list[Record],
+    out: Path,
+    *,
+    title: str,
+    introduction: str,
+    goals: Goals,
+    baseline: str | None,
+) -> None:
+    """Print the tables, and write the page."""
+    best = best_runs(records)
+    if baseline not in [record.name for record in best]:  # it may not have started yet
+        baseline = None
+    console.print(as_table(summary_rows(best, baseline)))
+    if goals:
+        console.print(as_table(goal_rows(best, goals, baseline)))
+    with writing(out):
+        write_page(
+            out, records, title=title, introduction=introduction, goals=goals, baseline=baseline
+        )
+    say(f"Page: {out.resolve()}")

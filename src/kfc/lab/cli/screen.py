@@ -1,0 +1,233 @@
+"""Console output, error messages, interruptions and progress bars of the commands."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from textwrap import shorten
+from types import FrameType
+from typing import Any, Literal
+
+import typer
+from rich.box import HEAVY_HEAD, SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kfc.distributed.ranks import CollectiveError
+from kfc.lab.config import ConfigError, RunConfig
+from kfc.lab.networks import NetworkError
+from kfc.lab.processes.ranks import EXPECTED_ERRORS, Launch, RanksFailedError
+
+FAILED, USAGE, DIVERGED, INTERRUPTED = 1, 2, 3, 130
+LONGEST_QUOTE = 160
+
+# A terminal or pipe that cannot encode a character such as ν gets a question mark.
+for stream in (sys.stdout, sys.stderr):
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="replace")
+
+console = Console()
+errors = Console(stderr=True)
+
+
+# Messages
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """Turn expected errors into a message and an exit code instead of a traceback."""
+    try:
+        yield
+    except EXPECTED_ERRORS as error:
+        fail(_of_rank(Launch.from_environment().rank, error), _code(type(error)))
+    except RanksFailedError as failure:
+        if failure.error is not None:
+            complain(_of_rank(failure.rank, failure.error))
+        with suppress(CollectiveError):  # of a rank that did not wait
+            failure.part()
+        raise typer.Exit(_code(failure.kind)) from failure
+    except CollectiveError as error:
+        # The first line states the cause; the backend's own message may be pages long.
+        cause, *more = str(error).splitlines()
+        fail("; ".join([cause, *(shorten(line, LONGEST_QUOTE) for line in more[:1])]), FAILED)
+    except KeyboardInterrupt:
+        fail("interrupted", INTERRUPTED)
+
+
+def _of_rank(rank: int, error: Exception) -> str:
+    return f"rank {rank}: {error}" if rank else str(error)
+
+
+def _code(error: type[Exception]) -> int:
+    return USAGE if issubclass(error, (ConfigError, NetworkError)) else FAILED
+
+
+def say(message: str, style: str | None = None, on: Console = console) -> None:
+    """Print plain text without line breaks, so that paths can be copied."""
+    on.print(message, style=style, markup=False, emoji=False, soft_wrap=True, highlight=False)
+
+
+def fail(message: str, code: int) -> None:
+    """Print an error message and exit."""
+    complain(message)
+    raise typer.Exit(code)
+
+
+def complain(message: str) -> None:
+    """Print an error message."""
+    errors.print(f"[red]Error:[/red] {escape(message)}", soft_wrap=True, highlight=False)
+
+
+@contextmanager
+def writing(page: Path) -> Iterator[None]:
+    """Exit with a message if the page cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        fail(f"the page could not be written to {page}: {error.strerror}", FAILED)
+
+
+# Interruptions
+
+
+class Interruption:
+    """Records Ctrl-C or SIGTERM as a request to end; a second Ctrl-C ends at once.
+
+    Args:
+        patient: ignore further signals. torchrun may send a signal more than once, and kills
+            processes that do not end in time.
+    """
+
+    def __init__(self, *, patient: bool = False) -> None:
+        self.requested = False
+        self._patient = patient
+        self._process = os.getpid()
+
+    def __call__(self) -> bool:
+        return self.requested
+
+    def __enter__(self) -> Interruption:
+        self._before = {
+            number: signal.signal(number, self._request)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._patient and self.requested:
+            return  # further signals may arrive while the ranks end
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a DataLoader worker, which ends with the run
+            return
+        if self._patient:
+            self.requested = True
+            return
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        errors.print("Saving a checkpoint after this update; press Ctrl-C again to end at once.")
+
+
+# Progress and tables
+
+
+def progress_bars(on: Console = console, *, hidden: bool = False) -> Progress:
+    """Return a display with a line for each task: a bar, the time, and a state."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[state]}"),
+        console=on,
+        disable=hidden,
+    )
+
+
+class RunDisplay:
+    """Shows the rows of a run's metrics as a progress bar and a log of evaluations.
+
+    Args:
+        prefix: text before every line of the log.
+    """
+
+    def __init__(self, progress: Progress, label: str, config: RunConfig, prefix: str = "") -> None:
+        self._progress, self._config, self._prefix = progress, config, prefix
+        self._task = progress.add_task(escape(label), total=1.0, state="")
+        self._error: float | None = None
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        if row["kind"] == "evaluation":
+            self._error = row["averaged_test_error"]
+            say(self._prefix + evaluation_line(row))
+        else:
+            state = row["reason"] if row["kind"] == "end" else self._state(row)
+            self._progress.update(self._task, state=state)
+        self._progress.update(self._task, completed=self._config.fraction_done(row))
+
+    def _state(self, row: dict[str, Any]) -> str:
+        parts = [f"loss {row['loss']:.3g}"]
+        if self._error is not None:
+            parts.append(f"error {self._error:.2f}%")
+        parts.append(f"{row['images_per_second']:.0f} images/s")
+        if row.get("fisher_norm") is not None:
+            parts.append(f"ν {row['fisher_norm']:.2g}")
+        return ", ".join(parts)
+
+
+def evaluation_line(row: dict[str, Any]) -> str:
+    """Return a line with the evaluation of the averaged parameters."""
+    return (
+        f"epoch {row['epoch']:.4g}, update {row['update']}, {row['seconds']:.1f} s: "
+        f"train loss {row['averaged_train_loss']:.4g} error {row['averaged_train_error']:.2f}%, "
+        f"test loss {row['averaged_test_loss']:.4g} error {row['averaged_test_error']:.2f}%"
+    )
+
+
+def as_table(
+    rows: Sequence[tuple[str, ...]],
+    title: str | None = None,
+    *,
+    compact: bool = False,
+    justify: Literal["left", "right"] = "right",
+) -> Table:
+    """Return a table for the console; the first row is the header.
+
+    Args:
+        compact: use rules instead of boxes, for tables with many columns.
+        justify: the alignment of all columns but the first.
+    """
+    header, *body = rows
+    table = Table(title=title, title_justify="left", box=SIMPLE if compact else HEAVY_HEAD)
+    if compact:
+        table.pad_edge, table.collapse_padding = False, True
+    for index, name in enumerate(header):
+        table.add_column(escape(name), justify="left" if index == 0 else justify)
+    for row in body:
+        table.add_row(*map(escape, row))
+    return table
+
+
+# Paths
+
+
+def numbered(wanted: Path) -> Iterator[Path]:
+    """Yield path, path-2, path-3, ..."""
+    yield wanted
+    yield from (wanted.with_name(f"{wanted.name}-{number}") for number in count(2))
+
+
+def free_path(wanted: Path) -> Path:
+    """Return the first of the numbered paths that does not exist."""
+    return next(path for path in numbered(wanted) if not path.exists())

@@ -1,0 +1,1 @@
+"""Comparisons of several optimizers on one problem."""

@@ -1,0 +1,211 @@
+"""The definition of a comparison: presets, TOML files and the folder of a comparison."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from kfc._checks import require_number
+from kfc.lab.config import LIMITS, ConfigError, RunConfig, make_config
+from kfc.lab.optimizers import is_installed
+from kfc.lab.runs import RunError, clear_disk_errors, create_folder, write_json
+
+SPECIFICATION = "comparison.json"
+PRESETS = files("kfc.lab") / "presets"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several methods that are trained on the same problem.
+
+    Attributes:
+        settings: options of all runs, as :func:`make_config` takes them.
+        methods: by name, the options of one method; ``lr`` may be a list of candidates.
+        train_errors: goals of the final table in percent, as are ``test_errors``.
+        train_losses: goals of the final table.
+        stop_at_goals: whether a run ends when it has reached all goals.
+        tuning_seconds: training time given to every candidate learning rate; only the one with the
+            lowest training loss continues.
+        slice_seconds: training time of a run before the next one's turn.
+        baseline: the method that ratios refer to; by default the first that uses SGD.
+    """
+
+    title: str
+    settings: Mapping[str, Any]
+    methods: Mapping[str, Mapping[str, Any]]
+    train_errors: Sequence[float] = ()
+    test_errors: Sequence[float] = ()
+    train_losses: Sequence[float] = ()
+    stop_at_goals: bool = False
+    tuning_seconds: float = 60.0
+    slice_seconds: float = 5.0
+    baseline: str | None = None
+    introduction: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for the first invalid value."""
+        tables = [self.settings, self.methods]
+        if isinstance(self.methods, Mapping):
+            tables += self.methods.values()
+        if not all(isinstance(table, Mapping) for table in tables):
+            raise ConfigError("settings, methods and every method must be tables: [methods.NAME]")
+        for name, kind in (("title", str), ("introduction", str), ("stop_at_goals", bool)):
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name} must be a {kind.__name__}")
+        try:
+            self._check_numbers()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if self.baseline not in (None, *self.methods):
+            raise ConfigError(f"baseline: there is no method {self.baseline!r}")
+        self.candidates()
+
+    def _check_numbers(self) -> None:
+        for name in ("tuning_seconds", "slice_seconds"):
+            require_number(name, getattr(self, name), positive=True)
+        goals = {"train_errors": 100.0, "test_errors": 100.0, "train_losses": float("inf")}
+        for name, below in goals.items():
+            values = getattr(self, name)
+            if not isinstance(values, (list, tuple)):
+                raise ValueError(f"{name} must be a list of numbers, got {values!r}")
+            for value in values:
+                require_number(f"every goal in {name}", value, below=below)
+
+    def candidates(self) -> dict[str, list[RunConfig]]:
+        """Return the runs of every method, one for each learning rate.
+
+        Raises:
+            ConfigError: naming the method.
+        """
+        found: dict[str, list[RunConfig]] = {}
+        for name, own in self.methods.items():
+            settings = {**self.settings, **own}
+            rates = settings.pop("lr", None)
+            rates = rates if isinstance(rates, (list, tuple)) else [rates]
+            if not rates:
+                raise ConfigError(f"method {name}: lr is an empty list")
+            try:
+                found[name] = [make_config(**settings, lr=rate) for rate in rates]
+            except (ConfigError, TypeError) as error:
+                raise ConfigError(f"method {name}: {error}") from error
+        names = {config.data for configs in found.values() for config in configs}
+        if len(names) > 1:
+            raise ConfigError(f"all methods must have the same data, not {', '.join(names)}")
+        return found
+
+
+def make_comparison(content: Mapping[str, Any]) -> Comparison:
+    """Return a comparison from the contents of a file.
+
+    Raises:
+        ConfigError: an unknown or missing key, or an invalid value.
+    """
+    known = [each.name for each in fields(Comparison)]
+    unknown = [key for key in content if key not in known]
+    if unknown:
+        raise ConfigError(f"unknown: {', '.join(unknown)}; known are {', '.join(known)}, quick")
+    missing = [key for key in ("title", "settings", "methods") if not content.get(key)]
+    if missing:
+        raise ConfigError(f"a comparison needs {', '.join(missing)}")
+    return Comparison(**content)
+
+
+# Presets and TOML files
+
+
+def preset_names() -> list[str]:
+    names = [item.name for item in PRESETS.iterdir()]
+    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
+
+
+def read_comparison(name: str, *, quick: bool, overrides: Mapping[str, Any]) -> Comparison:
+    """Read a preset or a TOML file, without the methods whose packages are not installed.
+
+    Args:
+        quick: whether to apply the changes in the file's ``[quick]`` table.
+        overrides: options that replace those of the file; ``None`` keeps the file's.
+    """
+    try:
+        content = tomllib.loads(_text_of(name))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name} is not valid TOML: {error}") from error
+    changes = content.pop("quick", None)
+    if quick:
+        if changes is None:
+            raise ConfigError(f"{name} has no [quick] table")
+        if not isinstance(changes, Mapping):
+            raise ConfigError(f"{name}: quick must be a table: [quick]")
+        content = _merged(content, changes)
+    comparison = make_comparison(content)
+    methods = {
+        method: own
+        for method, own in comparison.methods.items()
+        if is_installed(own.get("optimizer", ""))
+    }
+    if not methods:
+        raise ConfigError(f"{name}: none of its methods is installed")
+    return with_overrides(replace(comparison, methods=methods), overrides)
+
+
+def with_overrides(comparison: Comparison, overrides: Mapping[str, Any]) -> Comparison:
+    """Return the comparison with options that replace those of all methods, unless ``None``."""
+    given = {key: value for key, value in overrides.items() if value is not None}
+    # A limit replaces all others.
+    replaced = {*given, *(LIMITS if given.keys() & set(LIMITS) else ())}
+
+    def kept(options: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in options.items() if key not in replaced}
+
+    return replace(
+        comparison,
+        settings={**kept(comparison.settings), **given},
+        methods={name: kept(own) for name, own in comparison.methods.items()},
+    )
+
+
+def _text_of(name: str) -> str:
+    if name in preset_names():
+        return (PRESETS / f"{name}.toml").read_text(encoding="utf-8")
+    path = Path(name)
+    if path.suffix != ".toml" and not path.is_file():
+        raise ConfigError(
+            f"there is no preset {name!r}; name one of {', '.join(preset_names())}, or a .toml file"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} cannot be read: {error}") from error
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
+        merged[key] = _merged(base[key], value) if both else value
+    return merged
+
+
+# The folder of a comparison
+
+
+def write_specification(folder: Path, comparison: Comparison) -> None:
+    """Create the folder of a comparison, for :func:`read_specification`."""
+    create_folder(folder, SPECIFICATION, asdict(comparison))
+
+
+def replace_specification(folder: Path, comparison: Comparison) -> None:
+    """Replace the definition in the folder of a comparison."""
+    with clear_disk_errors(folder):
+        write_json(folder / SPECIFICATION, asdict(comparison))
+
+
+def read_specification(folder: Path) -> Comparison:
+    try:
+        return make_comparison(json.loads((folder / SPECIFICATION).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError, ConfigError) as error:
+        raise RunError(f"{folder} is not the folder of a comparison: {error}") from error

@@ -1,0 +1,189 @@
+"""The components of a run, built from its configuration: network, batches, optimizer, averages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from kfc.distributed.ranks import Ranks
+from kfc.lab.averages import Averages
+from kfc.lab.config import PAPER, ConfigError, RunConfig
+from kfc.lab.data import Batches, Dataset, Inputs, Split
+from kfc.lab.data.batches import part_of
+from kfc.lab.networks import NETWORKS, build
+from kfc.lab.optimizers import Optimizer, Setup, optimizer_options
+from kfc.lab.processes.data_parallel import Replica, synchronised
+from kfc.lab.processes.ranks import device_of_rank, explained_collectives, failing_together
+from kfc.lab.tasks import TASKS
+
+PAPER_AVERAGING_EXAMPLES = 50_000
+EVALUATION_BATCH = 1000
+
+
+class NetworkComponents:
+    """A run's network, and its data in the form that the network takes.
+
+    Args:
+        ranks: the ranks that train the network together; by default this process alone.
+
+    Raises:
+        ConfigError, DataError, NetworkError: before anything is written.
+    """
+
+    def __init__(self, config: RunConfig, data: Dataset, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or Ranks(None)
+        self.device = _usable(device_of_rank(config.device, self.ranks))
+        known = config.net in NETWORKS
+        self.task = TASKS[NETWORKS[config.net].task if known else "classification"]
+        self.inputs = _inputs(config.inputs, data.train)
+        image = data.train.images.shape[1:]
+        model = build(
+            config.net, image=image, classes=data.classes, init=config.init, seed=config.seed
+        )
+        # nn.Module.to has no overload for a memory format alone.
+        model = model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.model = synchronised(model, self.ranks, self.device)
+        self._check_outputs(config.net, data)
+
+    def on_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Move a batch to the device, in the memory format in which convolutions are fastest."""
+        images = images.to(self.device).contiguous(memory_format=torch.channels_last)
+        return images, labels.to(self.device)
+
+    def examples(self, split: Split, stop: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Return images and labels ``start`` to ``stop`` of a split."""
+        labels = torch.from_numpy(split.labels[start:stop].copy())
+        return self.on_device(self.inputs(split.images[start:stop]), labels)
+
+    def _check_outputs(self, net: str, data: Dataset) -> None:
+        """Raise ``ConfigError`` if the network's outputs do not fit the data."""
+        images, _ = self.examples(data.train, 2)
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                outputs = self.model(images)
+        except Exception as error:
+            raise ConfigError(
+                f"the network {net} fails on images {tuple(images.shape)}: {error}"
+            ) from error
+        finally:
+            self.model.train()
+        wanted = self.task.output_shape(images, data.classes)
+        if not isinstance(outputs, Tensor) or outputs.shape != wanted:
+            found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise ConfigError(
+                f"the network {net} must return a tensor of shape {wanted} for two images; "
+                f"it returned {found}"
+            )
+
+
+class RunComponents(NetworkComponents):
+    """All components of a run.
+
+    Attributes:
+        model: the network itself; ``loss`` runs it through ``replica``.
+        averages: the averaged parameters.
+        first_image: of the training set, as a batch.
+    """
+
+    def __init__(self, config: RunConfig, data: Dataset, ranks: Ranks | None = None) -> None:
+        ranks = ranks or Ranks(None)
+        with failing_together(ranks):
+            super().__init__(config, data, ranks)
+            self.batches = self._make_batches(config, data)
+        with failing_together(ranks):
+            self.optimizer = self._make_optimizer(config)
+        with explained_collectives(ranks):
+            self.replica = Replica(self.model, ranks, self.device)
+        epoch = len(self.batches) * config.batch_size
+        averaged = config.averaging_examples or min(epoch, PAPER_AVERAGING_EXAMPLES)
+        self.averages = Averages(self.model, averaged / config.batch_size)
+        self.first_image, _ = self.examples(data.train, 1)
+        self._evaluated = {
+            "train": (data.train, min(self.batches.examples, config.evaluation_examples)),
+            "test": (data.test, min(len(data.test), config.evaluation_examples)),
+        }
+
+    def _make_batches(self, config: RunConfig, data: Dataset) -> Batches:
+        with _as_config_errors():
+            return Batches(
+                data.train,
+                self.inputs,
+                config.batch_size,
+                config.seed,
+                workers=config.workers,
+                examples=config.train_examples,
+                rank=self.ranks.rank,
+                ranks=self.ranks.size,
+            )
+
+    def _make_optimizer(self, config: RunConfig) -> Optimizer:
+        costs = weight_costs(config, self.model)
+        setup = Setup(config.lr, costs, config.seed, self.task.likelihood)
+        with _as_config_errors():
+            return optimizer_options(config.optimizer, config.options).make(self.model, setup)
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Return this rank's loss, weighted so that the mean over ranks is the batch's loss."""
+        loss = self.task.loss(self.replica.forward(images), images, labels)
+        return loss if self.batches.weight == 1 else self.batches.weight * loss
+
+    @torch.no_grad()
+    def evaluate(self, name: str) -> tuple[float, float]:
+        """Return the mean loss and the error in percent on a split, in evaluation mode.
+
+        Each rank evaluates its part of the examples; all return the result for all examples.
+
+        Args:
+            name: "train" or "test".
+        """
+        split, count = self._evaluated[name]
+        was_training = self.model.training
+        self.model.eval()
+        loss = mistakes = 0.0
+        mine = part_of(count, self.ranks.rank, self.ranks.size)
+        for start in mine[::EVALUATION_BATCH]:
+            stop = min(start + EVALUATION_BATCH, mine.stop)
+            images, labels = self.examples(split, stop, start)
+            outputs = self.model(images)
+            loss += self.task.loss(outputs, images, labels).item() * len(images)
+            mistakes += self.task.mistakes(outputs, images, labels).sum().item()
+        self.model.train(was_training)
+        loss, mistakes = self.ranks.sum([loss, mistakes], "evaluation")
+        return loss / count, self.task.error(mistakes / count)
+
+
+def weight_costs(config: RunConfig, model: nn.Module) -> dict[str, float]:
+    """Return λ by parameter name; biases and scales have none."""
+    if config.weight_decay == PAPER:
+        return dict(NETWORKS[config.net].weight_costs)
+    cost = float(config.weight_decay)
+    weights = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+    return dict.fromkeys(weights, cost) if cost else {}
+
+
+@contextmanager
+def _as_config_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _usable(device: torch.device) -> torch.device:
+    try:
+        torch.zeros((), device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"device {device} cannot be used here: {error}") from error
+    return device
+
+
+@lru_cache(maxsize=2)
+def _inputs(kind: str, split: Split) -> Inputs:
+    """Return the normalisation of the inputs, computed once for all runs of a comparison."""
+    make: Callable[[Split], Inputs] = getattr(Inputs, kind)
+    return make(split)

@@ -1,0 +1,203 @@
+"""The configuration of a run: everything needed to repeat it, validated before it starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from kfc.lab.networks import NETWORKS
+from kfc.lab.optimizers import OPTIMIZERS, all_optimizer_options, optimizer_options
+from kfc.lab.options import ConfigError, check_options, duration, option, options_of
+
+__all__ = ["ConfigError", "RunConfig", "config_from_dict", "make_config"]
+
+# The weight decay that the network's publication specifies, instead of a number.
+PAPER = "paper"
+DEFAULT_NETS = {
+    "digits": "digits",
+    "mnist": "vgg",
+    "fashion-mnist": "vgg",
+    "cifar10": "cuda-convnet",
+    "svhn": "svhn-convnet",
+}
+LIMITS = ("epochs", "updates", "seconds")
+MOST_PROCESSES = 64 * (os.cpu_count() or 1)
+
+# The headings of the options in `kfc train --help`.
+DATA, OPTIMIZER, LENGTH = "Data and network", "Optimizer", "Length"
+RECORDS = "Machine and records"
+_data, _optimizer = partial(option, panel=DATA), partial(option, panel=OPTIMIZER)
+_length, _records = partial(option, panel=LENGTH), partial(option, panel=RECORDS)
+
+
+def number_or_paper(text: str) -> float | str:
+    """Return a number, or the word "paper"."""
+    try:
+        return text if text == PAPER else float(text)
+    except ValueError:
+        raise ValueError(f'must be a number or "{PAPER}", got {text!r}') from None
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The configuration of one run, complete and valid; :func:`make_config` fills in defaults.
+
+    Attributes:
+        options: the optimizer's own options, see :mod:`kfc.lab.optimizers`.
+        lr: ``None`` if the optimizer adapts it.
+        init: ``None`` for a network of the user's own.
+    """
+
+    data: str = _data(None, f"One of {', '.join(DEFAULT_NETS)}", choices=tuple(DEFAULT_NETS))
+    net: str = _data(None, f"{', '.join(NETWORKS)}; or your own network as module:function")
+    init: str | None = _data(
+        None, "Initial weights: paper, kaiming or glorot; by default the network's"
+    )
+    inputs: str = _data(
+        None,
+        "Pixels: centred (minus the mean image), normalised (also to unit variance) or unit (from "
+        "0 to 1); by default the network's",
+        choices=("centred", "normalised", "unit"),
+    )
+    batch_size: int = _data(
+        None, "Examples in a batch of all processes; by default the optimizer's", positive=True
+    )
+    train_examples: int | None = _data(None, "Train on the first N examples only", positive=True)
+    optimizer: str = _optimizer("kfc", f"One of {', '.join(OPTIMIZERS)}", choices=tuple(OPTIMIZERS))
+    lr: float | None = _optimizer(
+        None,
+        "Learning rate; by default the optimizer's; kfac adapts it unless it is given",
+        positive=True,
+    )
+    weight_decay: float | str = _optimizer(
+        0.0,
+        f'Weight decay λ of weights (not of biases and scales), or "{PAPER}" for the network\'s',
+        parse=number_or_paper,
+        word=PAPER,
+    )
+    options: Mapping[str, Any] = field(default_factory=dict)
+    epochs: float | None = _length(
+        10.0, "End after N epochs, unless another limit is given", positive=True
+    )
+    updates: int | None = _length(None, "End after N updates of the parameters", positive=True)
+    seconds: float | None = _length(
+        None,
+        'End after this training time, without evaluations: "90s", "10m", "1.5h"',
+        positive=True,
+        flag="time",
+        parse=duration,
+    )
+    averaging_examples: int | None = _records(
+        None,
+        "Timescale of the averaged parameters in examples; by default an epoch, at most 50000",
+        positive=True,
+    )
+    evaluation_period: float = _records(1.0, "Epochs between evaluations", positive=True)
+    evaluation_examples: int = _records(
+        10_000, "Evaluate on at most the first N examples of each split", positive=True
+    )
+    checkpoint_seconds: float = _records(
+        60.0, "Seconds of training between checkpoints", positive=True
+    )
+    log_period: int = _records(10, "Updates between rows of the log", positive=True)
+    seed: int = _records(0, "Seed of initial weights, order and sampling", most=2**63 - 1)
+    device: str = _records("cpu", "Device, such as cpu, cuda or mps")
+    threads: int = _records(
+        None,
+        "Threads of each process; by default torch's number",
+        positive=True,
+        most=MOST_PROCESSES,
+    )
+    workers: int = _records(0, "Processes that prepare batches", most=MOST_PROCESSES)
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for the first invalid value."""
+        check_options(self)
+        optimizer_options(self.optimizer, self.options)
+        if self.lr is None and OPTIMIZERS[self.optimizer].lr is not None:
+            raise ConfigError(f"lr must be a number for the optimizer {self.optimizer}")
+        try:
+            torch.device(self.device)
+        except RuntimeError as error:
+            raise ConfigError(f"device: {error}") from error
+        network = NETWORKS.get(self.net)
+        if network is not None and network.task == "reconstruction" and self.inputs != "unit":
+            raise ConfigError(
+                f"inputs must be 'unit' for {self.net}, which reconstructs pixels from 0 to 1; "
+                f"got {self.inputs!r}"
+            )
+        if self.weight_decay == PAPER and (network is None or not network.weight_costs):
+            raise ConfigError(
+                f"weight_decay must be a number, since no paper gives weight costs for {self.net}"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def with_limits(
+        self, epochs: float | None, updates: int | None, seconds: float | None
+    ) -> RunConfig:
+        """Return the same run with another end; unchanged if no limit is given."""
+        if epochs is updates is seconds is None:
+            return self
+        return replace(self, epochs=epochs, updates=updates, seconds=seconds)
+
+    def fraction_done(self, row: Mapping[str, Any]) -> float:
+        """Return how far a row of metrics is towards the nearest limit; above 1 beyond it."""
+        limits = {"epoch": self.epochs, "update": self.updates, "seconds": self.seconds}
+        return max(float(row[name] / limit) for name, limit in limits.items() if limit)
+
+
+OPTIONS = options_of(RunConfig)
+
+
+def make_config(**given: Any) -> RunConfig:
+    """Return a run's configuration, with defaults of the network and the optimizer filled in.
+
+    Args:
+        given: options of :class:`RunConfig` and of the optimizer, such as ``damping``; ``None``
+            means the default.
+
+    Raises:
+        ConfigError: an unknown option, one without effect for this optimizer, or a bad value.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    if "data" not in given:
+        raise ConfigError(f"data must be given: one of {', '.join(DEFAULT_NETS)}")
+    own = {name: given.pop(name) for name in all_optimizer_options() if name in given}
+    if unknown := [name for name in given if name not in OPTIONS]:
+        known = ", ".join([*OPTIONS, *sorted(all_optimizer_options())])
+        raise ConfigError(f"unknown options: {', '.join(unknown)}; known are {known}")
+    for name, value in given.items():
+        OPTIONS[name].check(value)
+    values = {**{name: declared.default for name, declared in OPTIONS.items()}, **given}
+    if "epochs" not in given and given.keys() & set(LIMITS):
+        values["epochs"] = None
+    options = optimizer_options(values["optimizer"], own)
+    net = values["net"] or DEFAULT_NETS[values["data"]]
+    network = NETWORKS.get(net)
+    defaults: dict[str, Any] = {
+        "net": net,
+        "lr": options.lr,
+        "batch_size": options.batch_size,
+        "threads": torch.get_num_threads(),
+        "init": network.inits[0] if network else None,
+    }
+    values |= {name: value for name, value in defaults.items() if values[name] is None}
+    usual = network is not None and values["init"] == network.inits[0]
+    values["inputs"] = values["inputs"] or (network.inputs if network and usual else "normalised")
+    return RunConfig(**values, options=asdict(options))
+
+
+def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration from the values of :meth:`RunConfig.to_dict`."""
+    names = {each.name for each in fields(RunConfig)}
+    if set(values) != names:
+        difference = ", ".join(sorted(set(values) ^ names))
+        raise ConfigError(f"not the configuration of a run: {difference} missing or unknown")
+    return RunConfig(**values)

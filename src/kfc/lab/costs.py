@@ -1,0 +1,53 @@
+"""Time spent in each part of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+from kfc.optimizers.base import CurvatureOptimizer
+
+
+class Costs:
+    """Accumulates wall-clock seconds by part of an update, measured on the host."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.training_seconds = 0.0
+        self._optimizer = optimizer
+        self._sums: dict[str, float] = {}
+        self._updates = 0
+        self._curvature_before: dict[str, float] = {}
+
+    @contextmanager
+    def measured(self, part: str) -> Iterator[None]:
+        """Add the time spent within the context to a part."""
+        start = perf_counter()
+        yield
+        elapsed = perf_counter() - start
+        self.training_seconds += elapsed
+        self._sums[part] = self._sums.get(part, 0.0) + elapsed
+        self._updates += part == "data"
+
+    def means_since_last_time(self) -> dict[str, float]:
+        """Return the mean seconds per update by part since the last call.
+
+        The time for curvature is listed by its own parts, and subtracted from those around it.
+        """
+        if not self._updates:
+            return {}
+        sums, count = self._sums, self._updates
+        self._sums, self._updates = {}, 0
+        if isinstance(self._optimizer, CurvatureOptimizer):
+            totals = dict(self._optimizer.diagnostics["total_seconds"])
+            curvature = {k: v - self._curvature_before.get(k, 0.0) for k, v in totals.items()}
+            self._curvature_before = totals
+            in_forward = curvature["statistics"]
+            if "forward" in sums:
+                sums["forward"] -= in_forward
+                sums["optimizer"] -= sum(curvature.values()) - in_forward
+            else:
+                sums["forward and backward"] -= sum(curvature.values())
+            sums.update(curvature)
+        return {part: value / count for part, value in sums.items()}

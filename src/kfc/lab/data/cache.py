@@ -1,0 +1,164 @@
+"""Store decoded data on disk as arrays to map into memory, with a record of their origin.
+
+A cache folder is written under a temporary name and then renamed, so it is always complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kfc.lab.data.catalogue import Entry
+from kfc.lab.data.datasets import DataError, Dataset, Split, Splits
+from kfc.lab.data.raw import Verified, check_structure, find_raw
+
+VERSION = 1
+SECONDS_UNTIL_ABANDONED = 3600
+
+
+class UnusableCacheError(DataError):
+    """There is no cache, or it is damaged or outdated."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The origin of cached content; ``files`` has the size and change time of each raw file."""
+
+    name: str
+    digest: str
+    origin: str
+    official: bool
+    files: dict[str, list[int]]
+    version: int = VERSION
+
+
+def cache_folder(entry: Entry, folder: Path) -> Path:
+    """Return the folder of the decoded data set."""
+    return folder / "decoded" / entry.name
+
+
+def open_cache(entry: Entry, folder: Path) -> tuple[Dataset, Record]:
+    """Map the cached arrays, after a check of their headers, sizes and labels, not of pixels."""
+    home = cache_folder(entry, folder)
+    if not home.exists():
+        raise UnusableCacheError("not decoded yet")
+    try:
+        record = Record(**json.loads((home / "record.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UnusableCacheError(f"its record is damaged ({error})") from error
+    if (record.version, record.name) != (VERSION, entry.name):
+        raise UnusableCacheError("written by another version")
+    if entry.digest not in (None, record.digest):
+        raise UnusableCacheError(f"its content has digest {record.digest}, not {entry.digest}")
+    if entry.digest is None and _raw_files_changed(entry, folder, record):
+        raise UnusableCacheError("the raw files have changed")
+    train = _map_split(entry, home, "train", entry.train)
+    test = _map_split(entry, home, "test", entry.test)
+    return Dataset(entry.name, entry.classes, train, test, record.digest), record
+
+
+def write_cache(entry: Entry, folder: Path, content: Verified) -> None:
+    """Write the content to disk under a temporary name, then rename it to the cache folder."""
+    home, raw = cache_folder(entry, folder), content.raw
+    try:
+        files = _fingerprint(raw.files)
+        record = Record(entry.name, content.digest, str(raw.path), raw.is_official, files)
+        home.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(home)
+        with tempfile.TemporaryDirectory(prefix=f".{home.name}-", dir=home.parent) as temporary:
+            new = Path(temporary) / "new"
+            new.mkdir()
+            _write_files(new, content.splits, record)
+            _move_into_place(new, entry, folder)
+    except OSError as error:
+        raise DataError(
+            f"The decoded data cannot be written to {home}: {error.strerror or error}. "
+            "Free some space, or name another folder with --data-dir or KFC_DATA_DIR."
+        ) from error
+
+
+def _fingerprint(files: list[Path]) -> dict[str, list[int]]:
+    states = {path.name: path.stat() for path in files}
+    return {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()}
+
+
+def _raw_files_changed(entry: Entry, folder: Path, record: Record) -> bool:
+    raw = next(find_raw(entry, folder), None)
+    return raw is not None and _fingerprint(raw.files) != record.files
+
+
+def _map_split(entry: Entry, home: Path, title: str, count: int) -> Split:
+    images = _map_array(home / f"{title}-images.npy", np.uint8)
+    labels = _map_array(home / f"{title}-labels.npy", np.int64)
+    split = Split(images, labels)
+    try:
+        check_structure(entry, title, split, count)
+    except DataError as error:
+        raise UnusableCacheError(str(error)) from error
+    return split
+
+
+def _map_array(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
+    try:
+        array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+        size = path.stat().st_size
+    except Exception as error:  # numpy raises many types of exceptions on a damaged header
+        raise UnusableCacheError(f"{path.name} cannot be mapped ({error})") from error
+    fits = isinstance(array, np.memmap) and array.dtype == dtype and array.flags.c_contiguous
+    if not fits or size != array.offset + array.nbytes:
+        raise UnusableCacheError(f"{path.name} has changed since it was written")
+    return np.asanyarray(array)
+
+
+def _write_files(folder: Path, splits: Splits, record: Record) -> None:
+    for title, split in (("train", splits.train), ("test", splits.test)):
+        for part, array in (("images", split.images), ("labels", split.labels)):
+            with (folder / f"{title}-{part}.npy").open("wb") as file:
+                np.save(file, np.ascontiguousarray(array), allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())
+    with (folder / "record.json").open("w") as text:
+        json.dump(asdict(record), text, indent=2)
+        text.flush()
+        os.fsync(text.fileno())
+
+
+def _move_into_place(new: Path, entry: Entry, folder: Path) -> None:
+    """Rename ``new`` to the cache folder, unless another process just wrote a usable one there.
+
+    An unusable cache is moved next to ``new``, where it is deleted with the temporary folder. A
+    cache that is replaced while another process maps it does no harm: the content is the same.
+    """
+    home = cache_folder(entry, folder)
+    while True:
+        try:
+            os.rename(new, home)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        with suppress(UnusableCacheError):
+            open_cache(entry, folder)
+            return
+        with suppress(FileNotFoundError):  # another process has moved it already
+            os.rename(home, new.with_name(uuid.uuid4().hex))
+
+
+def _remove_abandoned(home: Path) -> None:
+    """Remove old temporary folders, which processes that were killed have left."""
+    for path in home.parent.glob(f".{home.name}-*"):
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > SECONDS_UNTIL_ABANDONED:
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,125 @@
+"""Read the pickles of CIFAR-10's Python archive without running any code that they name.
+
+The files are dictionaries of byte strings, lists of integers and one numpy array. Opcodes and
+globals that such a file does not need are refused. The opcodes are checked before unpickling,
+because the C unpickler trusts the file: a memo index of 2^31 allocates 16 GB, and the hash of a
+deeply nested tuple overflows the stack or does not terminate.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kfc.lab.data.datasets import DataError
+
+CONSTANTS = {"NONE", "NEWTRUE", "NEWFALSE", "INT", "LONG1", "BININT", "BININT1", "BININT2"}
+STRINGS = {"SHORT_BINSTRING", "BINSTRING", "UNICODE", "BINUNICODE"}
+TUPLES = {"EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
+LISTS = {"EMPTY_LIST", "LIST", "APPEND", "APPENDS"}
+DICTIONARIES = {"EMPTY_DICT", "DICT", "SETITEM", "SETITEMS"}
+PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
+GETS = {"GET", "BINGET", "LONG_BINGET"}
+OTHERS = {"PROTO", "MARK", "GLOBAL", "REDUCE", "BUILD", "STOP"}
+ALLOWED = set().union(CONSTANTS, STRINGS, TUPLES, LISTS, DICTIONARIES, PUTS, GETS, OTHERS)
+REUSABLE = STRINGS | {"GLOBAL", "REDUCE"}
+MAX_OPCODES = 1 << 20  # a batch has about 50,000
+MAX_TUPLES = 20  # that are not the arguments of a call; a batch has four
+
+
+class _Dtype:
+    """Stands in for numpy.dtype and keeps its name."""
+
+    def __init__(self, name: object, *_: object) -> None:
+        self.name = name
+
+    def __setstate__(self, _: object) -> None:
+        """Ignore byte order and alignment, which single bytes do not have."""
+
+
+class _Array:
+    """Stands in for numpy.ndarray and accepts bytes in row-major order only."""
+
+    values: NDArray[np.uint8] | None = None
+
+    def __init__(self, *_: object) -> None:
+        """Ignore the initial type and shape; the state replaces them."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, dtype, is_fortran, content = state
+        if not isinstance(dtype, _Dtype) or dtype.name not in ("u1", b"u1") or is_fortran:
+            raise pickle.UnpicklingError("an array is not of type uint8 in row-major order")
+        self.values = np.frombuffer(content, np.uint8).reshape(shape)
+
+
+STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("numpy.core.multiarray", "_reconstruct"): _Array,
+    ("numpy._core.multiarray", "_reconstruct"): _Array,
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _Dtype,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content), encoding="bytes")
+        self._remaining = len(content)
+
+    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+        if (module, name) == ("_codecs", "encode"):
+            return self._encode
+        if (module, name) not in STAND_INS:
+            raise pickle.UnpicklingError(f"the global {module}.{name} is not allowed")
+        return STAND_INS[module, name]
+
+    def _encode(self, text: str, encoding: object) -> bytes:
+        """Return a byte string, which Python 3 pickles as latin1 text in old protocols."""
+        if encoding not in ("latin1", b"latin1"):
+            raise pickle.UnpicklingError("a string has another encoding than latin1")
+        self._remaining -= len(text)
+        if self._remaining < 0:
+            raise pickle.UnpicklingError("the strings are longer than the file")
+        return text.encode("latin1")
+
+
+def read_pickle(name: str, content: bytes) -> object:
+    """Return the pickled object; arrays in a dictionary are uint8 numpy arrays."""
+    try:
+        _check_opcodes(content)
+        value = _Unpickler(content).load()
+    except Exception as error:  # the unpickler raises any type of exception on damaged files
+        raise DataError(f"{name} is not a pickle of plain data: {error}") from error
+    if not isinstance(value, dict):
+        return value
+    return {k: v.values if isinstance(v, _Array) else v for k, v in value.items()}
+
+
+def _check_opcodes(content: bytes) -> None:
+    """Refuse opcodes that need much memory or time, without running them."""
+    memo: dict[int, str] = {}  # the opcode that made each object
+    last, tuples = "", 0
+    for count, (opcode, value, _) in enumerate(pickletools.genops(content)):
+        name, argument = opcode.name, cast(int, value)  # only the memo index is used
+        if name not in ALLOWED:
+            raise pickle.UnpicklingError(f"the opcode {name} is not allowed")
+        if count == MAX_OPCODES:
+            raise pickle.UnpicklingError(f"it has more than {MAX_OPCODES:,} opcodes")
+        if name in PUTS:
+            if argument >= MAX_OPCODES:
+                raise pickle.UnpicklingError(f"the memo index {argument:,} is too large")
+            memo[argument] = last
+            continue
+        if name in GETS and memo.get(argument) not in REUSABLE:
+            raise pickle.UnpicklingError("an object that is not a string is used twice")
+        # Tuples may be keys of dictionaries, so their depth must be small. The arguments of a call
+        # do not count: there is a call for each byte string that Python 3 wrote.
+        tuples += (name in TUPLES) - (name == "REDUCE" and last in TUPLES)
+        if tuples > MAX_TUPLES:
+            raise pickle.UnpicklingError(f"it has more than {MAX_TUPLES} tuples")
+        last = name

@@ -1,0 +1,167 @@
+"""The networks of the experiments by name, and the user's own by "module:function"."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+
+from kfc.lab.networks.cuda_convnet import WEIGHT_COSTS, cuda_convnet
+from kfc.lab.networks.initialisation import INITIALISATIONS
+from kfc.lab.networks.resnet import ResNet
+from kfc.lab.networks.sequential import (
+    DIGITS_SIZES,
+    MNIST_SIZES,
+    autoencoder,
+    digits,
+    svhn_convnet,
+    vgg,
+)
+
+__all__ = ["NETWORKS", "Network", "NetworkError", "build"]
+
+
+class NetworkError(ValueError):
+    """A network that cannot be built; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network that is known by name.
+
+    Attributes:
+        make: builds it from (channels, classes), with torch's own initialisation.
+        image_sizes: sides of the square images that it takes; empty if any size is possible.
+        inits: its initialisations, the default first.
+        weight_costs: the paper's λ by parameter name.
+        inputs: the form of the inputs for its default initialisation: ``"centred"`` (pixels minus
+            their mean), ``"normalised"`` (zero mean and unit variance) or ``"unit"`` (0 to 1).
+        task: a name in :data:`kfc.lab.tasks.TASKS`.
+    """
+
+    make: Callable[[int, int], nn.Module]
+    image_sizes: tuple[int, ...]
+    inits: tuple[str, ...] = ("kaiming",)
+    weight_costs: Mapping[str, float] = field(default_factory=dict)
+    inputs: str = "normalised"
+    task: str = "classification"
+
+
+_autoencoder = partial(Network, inits=("glorot",), inputs="unit", task="reconstruction")
+_cuda_convnet = partial(
+    Network,
+    image_sizes=(32,),
+    inits=("paper", "kaiming"),
+    weight_costs=WEIGHT_COSTS,
+    inputs="centred",
+)
+
+NETWORKS: Mapping[str, Network] = {
+    "cuda-convnet": _cuda_convnet(cuda_convnet),
+    "cuda-convnet-bn": _cuda_convnet(partial(cuda_convnet, batch_normalised=True), weight_costs={}),
+    "cuda-convnet-avg": _cuda_convnet(partial(cuda_convnet, pooling=("average",) * 3)),
+    "cuda-convnet-max": _cuda_convnet(partial(cuda_convnet, pooling=("max",) * 3)),
+    "svhn-convnet": Network(svhn_convnet, (32,)),
+    "resnet20": Network(ResNet, ()),
+    "resnet20-nobn": Network(partial(ResNet, normalised=False), ()),
+    "vgg": Network(vgg, (28, 32)),
+    "digits": Network(digits, (8,)),
+    "autoencoder": _autoencoder(lambda channels, _: autoencoder(channels, 28, MNIST_SIZES), (28,)),
+    "digits-autoencoder": _autoencoder(
+        lambda channels, _: autoencoder(channels, 8, DIGITS_SIZES), (8,)
+    ),
+}
+
+
+def build(
+    name: str, *, image: tuple[int, int, int], classes: int, init: str | None, seed: int
+) -> nn.Module:
+    """Return a network whose weights depend on the seed only, not on the global random state.
+
+    Args:
+        name: a name in :data:`NETWORKS`, or ``"module:function"`` for a function of the user
+            without arguments; the current directory is importable.
+        image: (channels, height, width).
+        init: the initialisation; ``None`` for the network's default, or the user's own.
+    """
+    # All devices, since the user's network may be on any.
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        if ":" in name:
+            return _build_own(name, init)
+        return _build_known(name, image, classes, init)
+
+
+def _build_known(
+    name: str, image: tuple[int, int, int], classes: int, init: str | None
+) -> nn.Module:
+    if name not in NETWORKS:
+        raise _error(f"there is no network {name!r}")
+    network = NETWORKS[name]
+    channels, height, width = image
+    if network.image_sizes and (height != width or height not in network.image_sizes):
+        sizes = " or ".join(f"{side}x{side}" for side in network.image_sizes)
+        raise _error(
+            f"{name} takes images of {sizes} pixels, but these have {height}x{width}; use other "
+            "data or another network"
+        )
+    chosen = network.inits[0] if init is None else init
+    if chosen not in network.inits:
+        raise NetworkError(
+            f"{name} has no initialisation {chosen!r}; choose one of: {', '.join(network.inits)}"
+        )
+    model = network.make(channels, classes)
+    INITIALISATIONS[chosen](model)
+    return model
+
+
+def _build_own(name: str, init: str | None) -> nn.Module:
+    if init is not None:
+        raise _error(
+            f"the initialisation {init!r} is for networks known by name; {name} initialises its "
+            "own weights, so leave it out"
+        )
+    with _current_directory_importable():
+        try:
+            function = pkgutil.resolve_name(name)
+        except Exception as error:
+            raise _error(
+                f"{name!r} could not be imported ({type(error).__name__}: {error}); run from the "
+                "folder that contains the module, or install it"
+            ) from error
+        try:
+            model = function()
+        except Exception as error:
+            raise _error(
+                f"{name} failed when called without arguments ({type(error).__name__}: {error})"
+            ) from error
+    if not isinstance(model, nn.Module):
+        raise _error(
+            f"{name} returned {type(model).__name__}, not a torch.nn.Module; let it return the "
+            "network"
+        )
+    return model
+
+
+@contextmanager
+def _current_directory_importable() -> Iterator[None]:
+    """Let modules in the current directory be imported, as for ``python script.py``."""
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def _error(message: str) -> NetworkError:
+    return NetworkError(f"{message}; known: {', '.join(NETWORKS)}, or module:function for your own")

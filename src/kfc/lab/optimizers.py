@@ -1,0 +1,371 @@
+"""The optimizers that `kfc train` offers, and the options of each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from kfc.curvature.options import APPROXIMATIONS, Approximation
+from kfc.distributed.options import PLACEMENTS, Parallel
+from kfc.lab.options import ConfigError, Option, check_options, option, options_of
+from kfc.optimizers import KFAC, KFC
+from kfc.optimizers.options import Adaptation
+from kfc.schedule import Budget, Periods, Stretch
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Settings that every optimizer takes besides its own options.
+
+    Attributes:
+        lr: ``None`` if the optimizer adapts its learning rate.
+        weight_costs: weight decay λ by parameter name; parameters without an entry have none.
+        seed: seed of the optimizer's random numbers.
+        likelihood: the likelihood that belongs to the loss, as :class:`kfc.KFC` takes it.
+    """
+
+    lr: float | None
+    weight_costs: Mapping[str, float]
+    seed: int
+    likelihood: str
+
+    def groups(self, parameters: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
+        """Return torch parameter groups, one for each weight decay."""
+        members: dict[float, list[Tensor]] = {}
+        for name, parameter in parameters:
+            members.setdefault(self.weight_costs.get(name, 0.0), []).append(parameter)
+        return [
+            {"params": params, "weight_decay": cost, "lr": self.lr}
+            for cost, params in members.items()
+        ]
+
+    def for_curvature(self) -> dict[str, Any]:
+        """Return the arguments of :class:`kfc.KFC` and :class:`kfc.KFAC`."""
+        names: dict[float, list[str]] = {}
+        for name, cost in self.weight_costs.items():
+            names.setdefault(cost, []).append(name)
+        groups = [{"prefix": members, "weight_decay": cost} for cost, members in names.items()]
+        return {"groups": groups, "seed": self.seed, "likelihood": self.likelihood}
+
+
+@dataclass(frozen=True)
+class OptimizerOptions(ABC):
+    """The options of one optimizer; each subclass declares them as fields.
+
+    Attributes:
+        lr: the default learning rate; ``None`` if the optimizer adapts it.
+        batch_size: the default batch size.
+    """
+
+    lr: ClassVar[float | None]
+    batch_size: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @abstractmethod
+    def make(self, model: nn.Module, setup: Setup) -> Optimizer:
+        """Return the optimizer for a model."""
+
+
+# KFC and KFAC
+
+CLIP = "Limit C of the Fisher norm of an update; 0 for no limit"
+
+
+@dataclass(frozen=True)
+class CurvatureOptions(OptimizerOptions):
+    """Options that KFC and KFAC have in common."""
+
+    batch_size = 512
+    statistics_period: int | None = option(
+        None,
+        "Steps T_s between updates of the factors; by default 1 for kfac, rising to 10 for kfc",
+        positive=True,
+    )
+    inverse_period: int | None = option(
+        None, "Steps T_f between updates of the inverses; by default rising to 20", positive=True
+    )
+    curvature: str = option(
+        "kfc",
+        f"Approximation of the Fisher matrix: {', '.join(APPROXIMATIONS)}",
+        choices=tuple(APPROXIMATIONS),
+    )
+    fisher: str | None = option(
+        None, "Targets of the Fisher matrix: sampled (default), exact or empirical"
+    )
+    inverse: str | None = option(None, "Form of the damped inverse: factored (default) or eigen")
+    factor_decay: float = option(
+        Approximation.factor_decay, "Weight ξ of the old value in the moving averages"
+    )
+    inverse_placement: str = option(
+        "auto", f"Which of several processes inverts which factor: {', '.join(PLACEMENTS)}"
+    )
+    asynchronous_inverses: bool = option(
+        False, "Compute inverses in a thread while training continues"
+    )
+    max_staleness: int | None = option(
+        None, "Steps after which asynchronous inverses are applied; by default T_f"
+    )
+
+    def _approximation(self) -> Approximation:
+        kind = APPROXIMATIONS[self.curvature]
+        given = {name: getattr(self, name) for name in ("fisher", "inverse", "factor_decay")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if foreign := given.keys() - {each.name for each in fields(kind)}:
+            raise ConfigError(f"{foreign.pop()} has no effect with curvature {self.curvature!r}")
+        return kind(**given)
+
+    def _periods(self, default: Periods) -> Periods:
+        return Periods(
+            self.statistics_period or default.statistics, self.inverse_period or default.inverse
+        )
+
+    def _parallel(self) -> Parallel:
+        return Parallel(
+            placement=self.inverse_placement,  # type: ignore[arg-type]
+            asynchronous=self.asynchronous_inverses,
+            max_staleness=self.max_staleness,
+            # A resumed run continues bit for bit, so nothing may depend on a thread's speed.
+            deterministic=self.asynchronous_inverses,
+        )
+
+
+@dataclass(frozen=True)
+class KFCOptions(CurvatureOptions):
+    """Options of :class:`kfc.KFC`."""
+
+    lr = 3e-3
+    momentum: float = option(0.9, "Momentum μ")
+    damping: float = option(1e-3, "Damping γ")
+    fisher_clip: float = option(0.3, CLIP)
+    overhead: float | None = option(
+        None, "Time that curvature may add to a step, as a fraction: 0.25 for a quarter"
+    )
+
+    def make(self, model: nn.Module, setup: Setup) -> KFC:
+        schedule: Periods | Budget = self._periods(Periods())
+        if self.overhead is not None:
+            schedule = Budget(self.overhead, self.statistics_period, self.inverse_period)
+        return KFC(
+            model,
+            KFCOptions.lr if setup.lr is None else setup.lr,
+            momentum=self.momentum,
+            damping=self.damping,
+            clip=self.fisher_clip or None,
+            curvature=self._approximation(),
+            schedule=schedule,
+            parallel=self._parallel(),
+            **setup.for_curvature(),
+        )
+
+
+@dataclass(frozen=True)
+class KFACOptions(CurvatureOptions):
+    """Options of :class:`kfc.KFAC`."""
+
+    lr = None
+    momentum: float | None = option(None, "Momentum μ")
+    model_damping: float | None = option(None, "Fixed damping λ of the quadratic model")
+    factor_damping: float | None = option(None, "Fixed damping γ of the factors")
+    initial_model_damping: float = option(
+        Adaptation.initial_model_damping, "Initial value of the adapted λ"
+    )
+    damping_period: int = option(Adaptation.model_damping_period, "Steps between adaptations of λ")
+    gamma_period: int = option(Adaptation.factor_damping_period, "Steps between adaptations of γ")
+    fisher_clip: float = option(0.0, CLIP)
+
+    def make(self, model: nn.Module, setup: Setup) -> KFAC:
+        adaptation = Adaptation(
+            lr=setup.lr,
+            momentum=self.momentum,
+            model_damping=self.model_damping,
+            factor_damping=self.factor_damping,
+            initial_model_damping=self.initial_model_damping,
+            model_damping_period=self.damping_period,
+            factor_damping_period=self.gamma_period,
+        )
+        return KFAC(
+            model,
+            adaptation=adaptation,
+            clip=self.fisher_clip or None,
+            curvature=self._approximation(),
+            schedule=self._periods(Periods(1, Stretch(20))),
+            parallel=self._parallel(),
+            **setup.for_curvature(),
+        )
+
+
+# Other optimizers
+
+
+@dataclass(frozen=True)
+class SGDOptions(OptimizerOptions):
+    """Options of :class:`torch.optim.SGD`."""
+
+    lr, batch_size = 1e-2, 128
+    momentum: float = option(0.9, "Momentum μ")
+
+    def make(self, model: nn.Module, setup: Setup) -> Optimizer:
+        return torch.optim.SGD(setup.groups(model.named_parameters()), momentum=self.momentum)
+
+
+@dataclass(frozen=True)
+class AdamOptions(OptimizerOptions):
+    """Options of :class:`torch.optim.Adam`."""
+
+    lr, batch_size = 1e-3, 128
+    algorithm: ClassVar[type[torch.optim.Adam]] = torch.optim.Adam
+    beta1: float = option(0.9, "Decay of the mean of gradients")
+    beta2: float = option(0.999, "Decay of the mean of squared gradients")
+
+    def make(self, model: nn.Module, setup: Setup) -> Optimizer:
+        betas = self.beta1, self.beta2
+        return self.algorithm(setup.groups(model.named_parameters()), betas=betas)
+
+
+@dataclass(frozen=True)
+class AdamWOptions(AdamOptions):
+    """Options of :class:`torch.optim.AdamW`."""
+
+    algorithm = torch.optim.AdamW
+
+
+@dataclass(frozen=True)
+class SOAPOptions(OptimizerOptions):
+    """Options of pytorch-optimizer's SOAP."""
+
+    lr, batch_size = 3e-3, 256
+    beta1: float = option(0.95, "Decay of the mean of gradients")
+    beta2: float = option(0.95, "Decay of the mean of squared gradients")
+    precondition_frequency: int = option(10, "Steps between updates of the preconditioner")
+
+    def make(self, model: nn.Module, setup: Setup) -> Optimizer:
+        try:
+            from pytorch_optimizer import SOAP
+        except ImportError as error:
+            raise ValueError(
+                "soap needs the package pytorch-optimizer: pip install pytorch-optimizer"
+            ) from error
+        optimizer: Optimizer = SOAP(
+            setup.groups(model.named_parameters()),
+            betas=(self.beta1, self.beta2),
+            precondition_frequency=self.precondition_frequency,
+        )
+        return optimizer
+
+
+@dataclass(frozen=True)
+class MuonOptions(OptimizerOptions):
+    """Options of :class:`Muon`."""
+
+    lr, batch_size = 2e-2, 256
+    momentum: float = option(0.95, "Momentum μ")
+    adamw_lr: float = option(3e-3, "Learning rate of the parameters that AdamW trains")
+
+    def make(self, model: nn.Module, setup: Setup) -> Optimizer:
+        return Muon(model, setup, self)
+
+
+class Muon:
+    """torch's Muon for the hidden weights and AdamW for all other parameters.
+
+    Muon takes matrices; a convolution's weight becomes one with a row for each output map. AdamW
+    trains the last layer, the biases and the scales, as Muon's author recommends.
+    """
+
+    def __init__(self, model: nn.Module, setup: Setup, options: MuonOptions) -> None:
+        if not is_installed("muon"):
+            raise ValueError(f"muon needs torch 2.9 or later, this is torch {torch.__version__}")
+        parameters = dict(model.named_parameters())
+        hidden = [name for name, parameter in parameters.items() if parameter.dim() > 1][:-1]
+        self._weights = [parameters.pop(name) for name in hidden]
+        self._matrices = [nn.Parameter(as_matrix(weight.detach())) for weight in self._weights]
+        rest = [{**group, "lr": options.adamw_lr} for group in setup.groups(parameters.items())]
+        self._optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest)]
+        if hidden:
+            groups = setup.groups(zip(hidden, self._matrices, strict=True))
+            self._optimizers.append(torch.optim.Muon(groups, momentum=options.momentum))
+
+    def zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        for weight in self._weights:
+            weight.grad = None
+
+    def step(self) -> None:
+        for weight, matrix in zip(self._weights, self._matrices, strict=True):
+            matrix.grad = None if weight.grad is None else as_matrix(weight.grad, like=weight)
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [optimizer.state_dict() for optimizer in self._optimizers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for optimizer, state in zip(self._optimizers, state_dict["parts"], strict=True):
+            optimizer.load_state_dict(state)
+
+
+def as_matrix(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return a matrix with one row for each output map, in the memory order of ``like``.
+
+    The matrix of ``like`` itself is a view, so that a step on the matrix is a step on the weight.
+    The order of the columns does not affect the orthogonal factor.
+    """
+    like = tensor if like is None else like
+    if like.dim() == 4 and not like.is_contiguous():
+        tensor = tensor.permute(0, 2, 3, 1)
+    return tensor.flatten(1)
+
+
+# All optimizers
+
+Optimizer: TypeAlias = torch.optim.Optimizer | Muon
+
+OPTIMIZERS: dict[str, type[OptimizerOptions]] = {
+    "kfc": KFCOptions,
+    "kfac": KFACOptions,
+    "sgd": SGDOptions,
+    "adam": AdamOptions,
+    "adamw": AdamWOptions,
+    "muon": MuonOptions,
+    "soap": SOAPOptions,
+}
+
+
+def is_installed(name: str) -> bool:
+    """Return whether the optimizer's package is installed and recent enough."""
+    if name == "soap":
+        return find_spec("pytorch_optimizer") is not None
+    return name != "muon" or hasattr(torch.optim, "Muon")
+
+
+def optimizer_options(name: str, values: Mapping[str, Any]) -> OptimizerOptions:
+    """Return the options of an optimizer, with defaults for those that are not given.
+
+    Raises:
+        ConfigError: the optimizer does not have an option, or a value is invalid.
+    """
+    known = options_of(OPTIMIZERS[name])
+    if foreign := [given for given in values if given not in known]:
+        raise ConfigError(
+            f"{', '.join(foreign)} has no effect with the optimizer {name}, whose options are "
+            f"{', '.join(known)}"
+        )
+    return OPTIMIZERS[name](**values)
+
+
+def all_optimizer_options() -> dict[str, dict[str, Option]]:
+    """Return the options of all optimizers: by option name, its declaration by optimizer."""
+    found: dict[str, dict[str, Option]] = {}
+    for optimizer, owner in OPTIMIZERS.items():
+        for name, declared in options_of(owner).items():
+            found.setdefault(name, {})[optimizer] = declared
+    return found

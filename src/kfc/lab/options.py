@@ -1,0 +1,110 @@
+"""Options declared once, as dataclass fields, for the command line, TOML files and run folders."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
+
+from kfc._checks import require_choice, require_number, require_whole
+
+
+class ConfigError(Exception):
+    """An invalid option; the message names the option and says what is allowed."""
+
+
+def option(default: Any, help: str, **details: Any) -> Any:
+    """Return a dataclass field that declares an option.
+
+    Args:
+        help: a phrase for ``--help``, without the full stop.
+        details: further attributes of :class:`Option`.
+    """
+    return field(default=default, metadata={"help": help, **details})
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option as its dataclass declares it.
+
+    Attributes:
+        type: the field's type; of a union, the first member.
+        optional: whether ``None`` is allowed.
+        panel: the heading under which ``--help`` lists the option.
+        choices: the strings allowed; empty if any string is.
+        low: the smallest number allowed.
+        positive: whether a number must be above 0.
+        most: the largest number allowed.
+        word: a string allowed in place of a number.
+        flag: the name on the command line, if it differs from the field's.
+        parse: converts the text of the command line; raises ``ValueError``.
+    """
+
+    name: str
+    type: Any
+    optional: bool
+    default: Any
+    help: str
+    panel: str | None = None
+    choices: tuple[str, ...] = ()
+    low: float = 0
+    positive: bool = False
+    most: int | None = None
+    word: str | None = None
+    flag: str | None = None
+    parse: Callable[[str], Any] | None = None
+
+    def check(self, value: Any) -> None:
+        """Raise ``ConfigError`` if the value is not of the declared type and range."""
+        if (value is None and self.optional) or (self.word is not None and value == self.word):
+            return
+        try:
+            self._check(value)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def _check(self, value: Any) -> None:
+        if self.choices:
+            require_choice(self.name, value, self.choices)
+        elif self.type is int:
+            require_whole(self.name, value, 1 if self.positive else int(self.low))
+        elif self.type is float:
+            require_number(self.name, value, low=self.low, positive=self.positive)
+        elif self.type in (str, bool) and not isinstance(value, self.type):
+            kind = "a string" if self.type is str else "true or false"
+            raise ValueError(f"{self.name} must be {kind}, got {value!r}")
+        if self.most is not None and value > self.most:
+            raise ValueError(f"{self.name} must be at most {self.most}, got {value}")
+
+
+def options_of(owner: type) -> dict[str, Option]:
+    """Return the options that a dataclass declares, by name; its own precede inherited ones."""
+    hints, own = get_type_hints(owner), inspect.get_annotations(owner)
+    declared = [each for each in fields(owner) if "help" in each.metadata]
+    found = {}
+    for each in sorted(declared, key=lambda each: each.name not in own):
+        hint = hints[each.name]
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        optional = NoneType in kinds
+        found[each.name] = Option(each.name, kinds[0], optional, each.default, **each.metadata)
+    return found
+
+
+def check_options(values: Any) -> None:
+    """Raise ``ConfigError`` for the first option of a dataclass instance with an invalid value."""
+    for name, declared in options_of(type(values)).items():
+        declared.check(getattr(values, name))
+
+
+def duration(text: str) -> float:
+    """Return the seconds in a text such as "90", "90s", "10m" or "1.5h"."""
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    number, unit = (text[:-1], units[text[-1]]) if text[-1:] in units else (text, 1.0)
+    with suppress(ValueError):
+        if 0 < float(number) < math.inf:
+            return float(number) * unit
+    raise ValueError(f'must be a positive duration such as "90s", "10m" or "1.5h", got {text!r}')

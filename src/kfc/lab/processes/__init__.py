@@ -1,0 +1,1 @@
+"""The processes that torchrun starts to train one network together."""

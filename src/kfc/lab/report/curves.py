@@ -1,0 +1,151 @@
+"""Training curves, and losses as a function of the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kfc.lab.report.figures import INK, Figure, Json, layout, line, plain, rounded, thinned
+from kfc.lab.report.summary import end_reason, last_evaluation
+from kfc.lab.report.tables import distinct_labels, number
+from kfc.lab.runs import Record
+
+# The keys are those of an evaluation.
+AXES = {"seconds": "seconds of training", "epoch": "epochs", "update": "updates"}
+MEASURES = {
+    "train_loss": "training loss",
+    "test_loss": "test loss",
+    "train_error": "training error (%)",
+    "test_error": "test error (%)",
+}
+
+# Training curves
+
+
+def curve_section(records: Sequence[Record], best: Sequence[Record]) -> dict[str, Any]:
+    """Return the data of the section on training curves, whose figures ``page.js`` fills."""
+    return {
+        "names": [record.name for record in best],
+        "has_others": len(records) > len(best),
+        "curves": curve_data(records, best),
+        "figures": [
+            Figure(f"curve-{measure}", layout(AXES["seconds"], label, log="y"))
+            for measure, label in MEASURES.items()
+        ],
+    }
+
+
+def curve_data(records: Sequence[Record], best: Sequence[Record]) -> Json:
+    """Return the data from which ``page.js`` makes the curves.
+
+    The ``group`` of a run is the index of its name. Runs of one group share a style.
+    """
+    groups = {record.name: index for index, record in enumerate(best)}
+    chosen = {id(record) for record in best}
+    return {
+        "axes": AXES,
+        "measures": list(MEASURES),
+        "runs": [
+            _run(record, label, groups[record.name], id(record) in chosen)
+            for record, label in zip(records, distinct_labels(records), strict=True)
+        ],
+    }
+
+
+def _run(record: Record, label: str, group: int, is_best: bool) -> Json:
+    rows = thinned(record.evaluations)
+    style = line(group, label, [], [])
+
+    def column(key: str) -> list[Any]:
+        return rounded([row.get(key) for row in rows])
+
+    return {
+        "label": plain(label),
+        "group": group,
+        "best": is_best,
+        "line": style["line"],
+        "marker": style["marker"],
+        "x": {axis: column(axis) for axis in AXES},
+        "averaged": {measure: column(f"averaged_{measure}") for measure in MEASURES},
+        "raw": {measure: column(measure) for measure in MEASURES},
+    }
+
+
+# Learning-rate sensitivity
+
+
+class Point(NamedTuple):
+    """One run in the figure of losses by learning rate.
+
+    Attributes:
+        loss: after ``seconds``; ``None`` if it was not finite.
+    """
+
+    lr: float
+    loss: float | None
+    seconds: float
+    diverged: bool
+
+
+def sensitivity_section(records: Sequence[Record], names: Sequence[str]) -> dict[str, Any] | None:
+    """Return losses by learning rate, or ``None`` if no name has runs with two learning rates."""
+    grids = [learning_rate_points([r for r in records if r.name == name]) for name in names]
+    if all(len({point.lr for point in grid}) < 2 for grid in grids):
+        return None
+    losses = [p.loss for grid in grids for p in grid if not p.diverged and p.loss and p.loss > 0]
+    floor, edge = min(losses, default=1.0) / 2, 2 * max(losses, default=1.0)
+    traces = []
+    for index, (name, grid) in enumerate(zip(names, grids, strict=True)):
+        traces += [_loss_line(index, name, grid, floor), _failures(index, name, grid, edge)]
+    shape = layout("learning rate", "averaged training loss", log="xy", height=380)
+    figure = Figure("sensitivity", shape, [[trace for trace in traces if trace["x"]]])
+    return {"legend": list(enumerate(names)), "figures": [figure]}
+
+
+def learning_rate_points(records: Sequence[Record]) -> list[Point]:
+    """Return the runs of one name by learning rate, all after the same training time.
+
+    Runs without a learning rate, whose optimizer adapts it, are left out.
+    """
+    ran = [record for record in records if record.evaluations and record.config.lr is not None]
+    sound = [record for record in ran if end_reason(record) != "diverged"]
+    seconds = min((last_evaluation(record)["seconds"] for record in sound or ran), default=0.0)
+    return sorted((_point(record, seconds) for record in ran), key=lambda point: point.lr)
+
+
+def _point(record: Record, seconds: float) -> Point:
+    # If even the first evaluation was later than `seconds`, it is the nearest one.
+    early = [row for row in record.evaluations if row["seconds"] <= seconds]
+    row = early[-1] if early else record.evaluations[0]
+    assert record.config.lr is not None
+    diverged = end_reason(record) == "diverged"
+    return Point(record.config.lr, row["averaged_train_loss"], row["seconds"], diverged)
+
+
+def _loss_line(index: int, name: str, grid: Sequence[Point], floor: float) -> Json:
+    """Return the line of a method; a logarithmic axis has no zero, so draw it at ``floor``."""
+    drawn = [(p, p.loss) for p in grid if not p.diverged and p.loss is not None]
+    return line(
+        index,
+        name,
+        [point.lr for point, _ in drawn],
+        [max(loss, floor) for _, loss in drawn],
+        customdata=[[f"{loss:.4g}", number(point.seconds)] for point, loss in drawn],
+        hovertemplate="loss %{customdata[0]} at learning rate %{x:.3~g}, after %{customdata[1]} s",
+    )
+
+
+def _failures(index: int, name: str, grid: Sequence[Point], edge: float) -> Json:
+    points = [point for point in grid if point.diverged or point.loss is None]
+    trace = line(
+        index,
+        name,
+        [point.lr for point in points],
+        [edge for _ in points],
+        mode="markers",
+        customdata=["diverged" if p.diverged else "no finite loss" for p in points],
+        hovertemplate="%{customdata} at learning rate %{x:.3~g}",
+    )
+    outline = {"color": INK, "width": 1}
+    trace["marker"] |= {"symbol": "x", "size": 11, "maxdisplayed": 0, "line": outline}
+    return trace

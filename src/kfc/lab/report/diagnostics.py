@@ -1,0 +1,175 @@
+"""Diagnostics recorded during training: Fisher norm, adapted parameters, factors of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+from kfc.lab.report.figures import INK, Figure, Json, layout, line, thinned
+from kfc.lab.runs import Record
+
+# (key of a progress row, label of the vertical axis, axes with a logarithmic scale)
+ADAPTATION = (
+    ("lr", "α", "y"),
+    ("momentum", "μ", ""),
+    ("model_damping", "λ", "y"),
+    ("factor_damping", "γ", "y"),
+    ("reduction_ratio", "ρ", ""),
+)
+# Keys of a layer's diagnostics, and labels of the vertical axes.
+LAYERS = {
+    "pi": "π",
+    "activation_trace": "trace of Ω",
+    "derivative_trace": "trace of Γ",
+    "block_trace": "trace",
+}
+
+Rows = Callable[[Record], Sequence[Json]]
+
+# One line for each run
+
+
+def clipping_section(records: Sequence[Record]) -> dict[str, Any] | None:
+    """Return the data of the section on clipping, or ``None`` if no run has a Fisher norm."""
+    legend = _legend(records, _fisher_norm_rows)
+    if not legend:
+        return None
+    norms = _run_lines(records, _fisher_norm_rows, "fisher_norm")
+    limits: dict[float, int] = {}
+    for index, _ in legend:
+        limit = records[index].config.options.get("fisher_clip")
+        if limit:
+            last_update = _fisher_norm_rows(records[index])[-1]["update"]
+            limits[limit] = max(limits.get(limit, 0), last_update)
+    norms += [_limit_line(limit, last) for limit, last in limits.items()]
+    factors = _run_lines(records, _fisher_norm_rows, "clip_factor")
+    factor_layout = layout("updates", "clip factor")
+    factor_layout["yaxis"]["range"] = [0, 1.05]
+    figures = [
+        Figure("fisher-norm", layout("updates", "ν", log="y"), [norms]),
+        Figure("clip-factor", factor_layout, [factors]),
+    ]
+    return {"legend": legend, "figures": figures}
+
+
+def adaptation_section(records: Sequence[Record]) -> dict[str, Any] | None:
+    """Return the data of the section on KFAC's adaptation, or ``None`` if no run adapts."""
+    legend = _legend(records, _adaptation_rows)
+    if not legend:
+        return None
+    figures = [
+        Figure(
+            f"adaptation-{key}",
+            layout("updates", label, log=log),
+            [_run_lines(records, _adaptation_rows, key)],
+        )
+        for key, label, log in ADAPTATION
+    ]
+    predicted = _run_lines(records, _decreases("model_change"), "decrease")
+    actual = _run_lines(records, _decreases("objective_change"), "decrease")
+    for trace in actual:
+        trace["line"]["dash"] = "dot"
+    shape = layout("updates", "decrease", log="y")
+    figures.append(Figure("adaptation-changes", shape, [predicted + actual]))
+    return {"legend": legend, "figures": figures}
+
+
+def _legend(records: Sequence[Record], rows_of: Rows) -> list[tuple[int, str]]:
+    return [(index, r.name) for index, r in enumerate(records) if rows_of(r)]
+
+
+def _run_lines(records: Sequence[Record], rows_of: Rows, key: str) -> list[Json]:
+    """Return a line for each run with values of ``key``, in the style of its index."""
+    lines = []
+    for index, record in enumerate(records):
+        rows = [row for row in thinned(rows_of(record)) if row.get(key) is not None]
+        if rows:
+            updates = [row["update"] for row in rows]
+            lines.append(line(index, record.name, updates, [row[key] for row in rows]))
+    return lines
+
+
+def _fisher_norm_rows(record: Record) -> list[Json]:
+    """Return rows with a Fisher norm: progress rows, which are frequent, or else evaluations."""
+    evaluations = [
+        {"update": row["update"], **(row.get("diagnostics") or {})} for row in record.evaluations
+    ]
+    for rows in (record.progress, evaluations):
+        found = [row for row in rows if row.get("fisher_norm") is not None]
+        if found:
+            return found
+    return []
+
+
+def _adaptation_rows(record: Record) -> list[Json]:
+    return [row for row in record.progress if row.get("model_damping") is not None]
+
+
+def _decreases(key: str) -> Rows:
+    """Return a function that gives the rows of a run in which the change ``key`` is negative."""
+    return lambda record: [
+        {"update": row["update"], "decrease": -row[key]}
+        for row in thinned(_adaptation_rows(record))
+        if (row.get(key) or 0.0) < 0
+    ]
+
+
+def _limit_line(limit: float, last_update: int) -> Json:
+    return {
+        "type": "scatter",
+        "mode": "lines+text",
+        "name": f"C = {limit:g}",
+        "x": [0, last_update],
+        "y": [limit, limit],
+        "text": ["", f"C = {limit:g}"],
+        "textposition": "top left",
+        "line": {"color": INK, "dash": "dot", "width": 1.5},
+        "hovertemplate": "clipped above",
+    }
+
+
+# One line for each layer
+
+
+def layer_section(records: Sequence[Record]) -> dict[str, Any] | None:
+    """Return the data of the section on layers, or ``None`` if no run has diagnostics of layers.
+
+    Each figure has a variant for each run, in which a layer always has the same style.
+    """
+    records = [record for record in records if any(map(_layers, record.evaluations))]
+    if not records:
+        return None
+    rows = (row for record in records for row in record.evaluations)
+    layers = list(dict.fromkeys(layer for row in rows for layer in _layers(row)))
+    figures = [
+        Figure(f"layers-{key}", layout("updates", label, log="y"), variants)
+        for key, label in LAYERS.items()
+        if any(variants := [_layer_lines(record, key, layers) for record in records])
+    ]
+    names = [record.name for record in records]
+    return {"runs": names, "legend": list(enumerate(layers)), "figures": figures}
+
+
+def _layer_lines(record: Record, key: str, layers: Sequence[str]) -> list[Json]:
+    rows = thinned([row for row in record.evaluations if _layers(row)])
+    updates = [row["update"] for row in rows]
+    lines = []
+    for index, layer in enumerate(layers):
+        values = [_over_groups(_layers(row).get(layer, {}).get(key)) for row in rows]
+        if any(value is not None for value in values):
+            lines.append(line(index, layer, updates, values))
+    return lines
+
+
+def _layers(row: Json) -> dict[str, Any]:
+    layers: dict[str, Any] = (row.get("diagnostics") or {}).get("layers") or {}
+    return layers
+
+
+def _over_groups(value: Any) -> Any:
+    """Return a number as it is; of a list, with one number per group, return the median."""
+    if not isinstance(value, list):
+        return value
+    finite = [item for item in value if item is not None]
+    return median(finite) if finite else None

@@ -1,0 +1,151 @@
+"""Figures as plain plotly descriptions, which ``page.js`` draws, and the styles they share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, NamedTuple, TypeVar
+
+Json = dict[str, Any]
+Item = TypeVar("Item")
+
+INK = "#1a1a1a"
+GRID = "#e3e3e3"
+MAX_LABEL_LENGTH = 40
+MAX_POINTS = 1500
+AT_UPDATE = "%{y:.3g} at update %{x}"
+
+# The colours of Okabe and Ito, which are safe for colour-blind readers. Lines use those with a
+# contrast to white of at least 3; areas have an outline and use all of them.
+LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000")
+AREA_COLOURS = (
+    *("#56B4E9", "#E69F00", "#009E73", "#F0E442"),
+    *("#0072B2", "#D55E00", "#CC79A7", "#999999"),
+)
+# The lengths of the three lists have no common divisor, so the first 210 lines all look different.
+DASHES = ("", "7 4", "2 3", "9 3 2 3", "14 5", "5 2 1 2 1 2")
+MARKERS = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "cross")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plotly figure.
+
+    Attributes:
+        variants: lists of traces, one of which is drawn; empty if ``page.js`` makes the traces.
+        title: empty, as the caption, if the template of the page has the text.
+    """
+
+    id: str
+    layout: Json
+    variants: Sequence[list[Json]] = ()
+    title: str = ""
+    caption: str = ""
+
+
+class LineStyle(NamedTuple):
+    """The look of a line; lines never differ by colour alone.
+
+    Attributes:
+        dash: lengths in pixels, in the syntax of SVG; empty for a solid line.
+    """
+
+    colour: str
+    dash: str
+    marker: str
+
+
+class AreaStyle(NamedTuple):
+    """The look of an area."""
+
+    colour: str
+    hatched: bool
+
+
+def line_style(index: int) -> LineStyle:
+    """Return the style of line ``index``."""
+    return LineStyle(
+        LINE_COLOURS[index % len(LINE_COLOURS)],
+        DASHES[index % len(DASHES)],
+        MARKERS[index % len(MARKERS)],
+    )
+
+
+def area_style(index: int) -> AreaStyle:
+    """Return the style of area ``index``; every second round of colours is hatched."""
+    rounds, colour = divmod(index, len(AREA_COLOURS))
+    return AreaStyle(AREA_COLOURS[colour], rounds % 2 == 1)
+
+
+def layout(x_title: str, y_title: str, *, log: str = "", height: int = 340) -> Json:
+    """Return a plotly layout with two axes.
+
+    Args:
+        log: the axes with a logarithmic scale: "", "x", "y" or "xy".
+    """
+    axes = {
+        f"{axis}axis": {
+            "title": {"text": title},
+            "type": "log" if axis in log else "linear",
+            "automargin": True,
+            "zeroline": False,
+            "gridcolor": GRID,
+            "linecolor": INK,
+            "exponentformat": "power",
+        }
+        for axis, title in (("x", x_title), ("y", y_title))
+    }
+    return {
+        **axes,
+        "height": height,
+        "margin": {"l": 56, "r": 14, "t": 14, "b": 48},
+        "showlegend": False,
+        "hovermode": "closest",
+        "hoverlabel": {"namelength": -1, "bgcolor": "#ffffff", "font": {"color": INK}},
+        "font": {"family": "system-ui, sans-serif", "size": 13, "color": INK},
+    }
+
+
+def line(index: int, name: str, x: Sequence[Any], y: Sequence[Any], **options: Any) -> Json:
+    """Return a trace in the style of line ``index``; ``options`` are added to it.
+
+    Args:
+        name: any text; it is escaped.
+    """
+    colour, lengths, marker = line_style(index)
+    dash = ",".join(f"{length}px" for length in lengths.split()) or "solid"
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": plain(name),
+        "x": rounded(x),
+        "y": rounded(y),
+        "line": {"color": colour, "dash": dash, "width": 2},
+        "marker": {"color": colour, "symbol": marker, "size": 7, "maxdisplayed": 12},
+        "hovertemplate": AT_UPDATE,
+        **options,
+    }
+
+
+def plain(text: str, max_length: int = MAX_LABEL_LENGTH) -> str:
+    """Return text in one line for a label, escaped because plotly interprets HTML in labels."""
+    words = " ".join(text.split())
+    short = words if len(words) <= max_length else words[: max_length - 1] + "…"
+    return escape(short, quote=False)
+
+
+def rounded(values: Sequence[Any], digits: int = 6) -> list[Any]:
+    """Round floats to significant digits, to halve the file; non-finite ones become ``None``."""
+    return [_rounded(v, digits) if isinstance(v, float) else v for v in values]
+
+
+def _rounded(value: float, digits: int) -> float | None:
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+
+
+def thinned(items: Sequence[Item], most: int = MAX_POINTS) -> Sequence[Item]:
+    """Return every n-th item and the last one, so that about ``most`` remain."""
+    step = -(-len(items) // most)
+    return items if step <= 1 else [*items[:-1:step], items[-1]]

@@ -1,0 +1,158 @@
+"""Heat maps of correlations over space and between maps (figures 1 and 2 of the paper)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from kfc.lab.report.figures import INK, Figure, Json, layout, line, plain
+
+# Perceptually uniform, and safe for colour-blind readers.
+COLOURS = "Viridis"
+MOST_MAPS = 256
+SHOWN_MAPS = 3
+# The extent of the heat maps along an axis, from the left or the bottom, if there are one or two.
+EXTENTS = {1: [[0.0, 1.0]], 2: [[0.0, 0.45], [0.55, 1.0]]}
+
+
+def offset_figure(id: str, title: str, offsets: Tensor) -> Figure:
+    """Return the magnitudes of autocorrelations of a few maps, and their mean over all live maps.
+
+    Args:
+        offsets: correlations by map and offset, (maps, *offsets).
+    """
+    magnitude = offsets.abs()
+    slices = ""
+    while magnitude.dim() > 3:
+        magnitude = magnitude[:, magnitude.shape[1] // 2]
+        slices = " The offset is 0 in all dimensions but the last two."
+    live, chosen = live_maps(offsets), shown_maps(offsets)
+    pictures = {f"map {index}": magnitude[index] for index in chosen}
+    pictures[f"mean of {len(live)} maps"] = magnitude[live].mean(0)
+    shown = ", ".join(map(str, chosen)) or "none"
+    caption = f"Maps {shown} of {len(magnitude)}, counted from 0, and the mean of all maps"
+    dead = len(magnitude) - len(live)
+    caption += f" but {dead} dead ones.{slices}" if dead else f".{slices}"
+    draw = _line_plot if magnitude.dim() == 2 else _heat_maps
+    return Figure(id, *draw(pictures), title, caption)
+
+
+def cross_map_figure(id: str, title: str, matrix: Tensor) -> Figure:
+    """Return the magnitudes of correlations between maps at the middle location, (maps, maps)."""
+    step = -(-len(matrix) // MOST_MAPS)
+    chosen = range(0, len(matrix), step)
+    shape = _heat_map_layout("map", "map", 1, 1)
+    trace = _heat_map(matrix[::step, ::step].abs(), chosen, chosen)
+    trace["hovertemplate"] = "%{z:.3f} between maps %{y} and %{x}<extra></extra>"
+    which = "all" if step == 1 else f"one in {step} of"
+    caption = f"Correlations between {which} {len(matrix)} maps at the middle location."
+    return Figure(id, shape, [[trace]], title, caption)
+
+
+def live_maps(offsets: Tensor) -> list[int]:
+    """Return the indices of the maps that are not all zero."""
+    live: list[int] = (offsets.flatten(1) != 0).any(1).nonzero().flatten().tolist()
+    return live
+
+
+def shown_maps(offsets: Tensor) -> list[int]:
+    """Return the indices of a few live maps, evenly spaced."""
+    live = live_maps(offsets)
+    if len(live) <= SHOWN_MAPS:
+        return live
+    return [live[(2 * k + 1) * len(live) // (2 * SHOWN_MAPS)] for k in range(SHOWN_MAPS)]
+
+
+def _line_plot(pictures: dict[str, Tensor]) -> tuple[Json, list[list[Json]]]:
+    """Return the layout and traces for maps with one spatial dimension."""
+    traces = [
+        line(index, name, _centred(len(values)), _rounded(values), hovertemplate="%{y:.3f} at %{x}")
+        for index, (name, values) in enumerate(pictures.items())
+    ]
+    shape = layout("offset", "correlation")
+    shape["yaxis"]["range"] = [0, 1.05]
+    shape |= {"showlegend": True, "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"}}
+    return shape, [traces]
+
+
+def _heat_maps(pictures: dict[str, Tensor]) -> tuple[Json, list[list[Json]]]:
+    """Return the layout and traces of up to four heat maps, in two rows if there are over two."""
+    rows, columns = 1 + (len(pictures) > 2), min(len(pictures), 2)
+    shape = _heat_map_layout("x offset", "y offset", rows, columns)
+    traces = []
+    for index, (name, values) in enumerate(pictures.items()):
+        x, y = f"x{_suffix(index)}", f"y{_suffix(index)}"
+        height, width = values.shape
+        trace = _heat_map(values, _centred(width), _centred(height))
+        trace |= {"name": plain(name), "xaxis": x, "yaxis": y}
+        trace["hovertemplate"] = "%{z:.3f} at x offset %{x}, y offset %{y}"
+        traces.append(trace)
+        shape["annotations"].append(
+            {
+                "text": plain(name),
+                "xref": f"{x} domain",
+                "yref": f"{y} domain",
+                "x": 0.5,
+                "y": 1,
+                "yanchor": "bottom",
+                "showarrow": False,
+                "font": {"size": 12, "color": INK},
+            }
+        )
+    return shape, [traces]
+
+
+def _heat_map_layout(x_title: str, y_title: str, rows: int, columns: int) -> Json:
+    """Return a layout with square axes in rows and columns, which share one colour scale."""
+    shape = layout(x_title, y_title)
+    del shape["height"]
+    own = {"showgrid": False, "ticks": "outside", "nticks": 6, "constrain": "domain"}
+    x_axis, y_axis = shape.pop("xaxis") | own, shape.pop("yaxis") | own
+    for index, (row, column) in enumerate(product(range(rows), range(columns))):
+        suffix = _suffix(index)
+        bottom, left = row == rows - 1, column == 0
+        shape[f"xaxis{suffix}"] = {
+            **x_axis,
+            "domain": EXTENTS[columns][column],
+            "anchor": f"y{suffix}",
+            "title": {"text": x_title if bottom else ""},
+            "showticklabels": bottom,
+        }
+        shape[f"yaxis{suffix}"] = {
+            **y_axis,
+            "domain": EXTENTS[rows][rows - 1 - row],
+            "anchor": f"x{suffix}",
+            "autorange": "reversed",
+            "scaleanchor": f"x{suffix}",
+            "title": {"text": y_title if left else ""},
+            "showticklabels": left,
+        }
+    bar = {"thickness": 10, "outlinewidth": 0, "tickvals": [0, 0.25, 0.5, 0.75, 1]}
+    shape["coloraxis"] = {"cmin": 0, "cmax": 1, "colorscale": COLOURS, "colorbar": bar}
+    shape["annotations"] = []
+    shape["margin"] = {"l": 44, "r": 8, "t": 26, "b": 46}
+    return shape
+
+
+def _suffix(index: int) -> str:
+    """Return what plotly appends to the names of axes: nothing, 2, 3, ..."""
+    return "" if index == 0 else str(index + 1)
+
+
+def _heat_map(values: Tensor, x: Sequence[int], y: Sequence[int]) -> Json:
+    z = [_rounded(row) for row in values]
+    return {"type": "heatmap", "x": list(x), "y": list(y), "z": z, "coloraxis": "coloraxis"}
+
+
+def _rounded(values: Tensor) -> list[float | None]:
+    """Round to three decimals, more than colours show; non-finite values become ``None``."""
+    finite = torch.isfinite(values).tolist()
+    return [round(v, 3) if ok else None for v, ok in zip(values.tolist(), finite, strict=True)]
+
+
+def _centred(length: int) -> list[int]:
+    """Return offsets with 0 in the middle."""
+    return list(range(-(length // 2), length - length // 2))

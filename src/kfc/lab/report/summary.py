@@ -1,0 +1,229 @@
+"""Tables that summarise runs, for the terminal and for a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kfc.lab.report.tables import MISSING, Row, number, percent, ratio, setting
+from kfc.lab.runs import Record
+
+END_REASONS = {
+    "epochs": "all epochs done",
+    "updates": "all updates done",
+    "time": "time limit reached",
+    "targets": "targets reached",
+}
+# Round errors, in percent, from which the default goals are chosen.
+ROUND_ERRORS = (
+    *(90.0, 80.0, 70.0, 60.0, 50.0, 40.0, 30.0, 25.0, 20.0, 15.0, 12.0, 10.0, 8.0, 6.0, 5.0),
+    *(4.0, 3.0, 2.0, 1.5, 1.0, 0.8, 0.5, 0.3, 0.2, 0.1),
+)
+# Rows of the table of goals, and the keys of an evaluation.
+COUNTS = {"seconds": "seconds", "epochs": "epoch", "updates": "update"}
+
+
+@dataclass(frozen=True)
+class Goals:
+    """Errors, in percent, and losses to reach."""
+
+    train_errors: tuple[float, ...] = ()
+    test_errors: tuple[float, ...] = ()
+    train_losses: tuple[float, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.train_errors or self.test_errors or self.train_losses)
+
+    def __iter__(self) -> Iterator[tuple[str, float, str]]:
+        """Yield the key of an evaluation, the value to reach, and a title."""
+        for loss in self.train_losses:
+            yield "averaged_train_loss", loss, f"training loss {loss:g}"
+        for error in self.train_errors:
+            yield "averaged_train_error", error, f"{error:g}% training error"
+        for error in self.test_errors:
+            yield "averaged_test_error", error, f"{error:g}% test error"
+
+
+# Which runs
+
+
+def best_runs(records: Sequence[Record]) -> list[Record]:
+    """Return, for each name, the run with the lowest final averaged training loss.
+
+    Runs that diverged or were not chosen are returned only if a name has no other run.
+    """
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.name, []).append(record)
+    return [min(group, key=_rank) for group in groups.values()]
+
+
+def _rank(record: Record) -> tuple[bool, bool, float]:
+    loss = last_evaluation(record).get("averaged_train_loss")
+    reason = end_reason(record)
+    return reason == "not chosen", reason == "diverged", math.inf if loss is None else loss
+
+
+def find_baseline(records: Sequence[Record], name: str | None = None) -> Record:
+    """Return the run with the given name; by default the first run with SGD, else the first."""
+    if name is None:
+        return next((r for r in records if r.config.optimizer == "sgd"), records[0])
+    for record in records:
+        if record.name == name:
+            return record
+    known = ", ".join(dict.fromkeys(record.name for record in records))
+    raise ValueError(f"no run is named {name!r}; there are {known}")
+
+
+def end_reason(record: Record) -> str | None:
+    """Return why the run ended, or ``None`` if it has not."""
+    return None if record.end is None else record.end.get("reason")
+
+
+def last_evaluation(record: Record) -> dict[str, Any]:
+    """Return the last evaluation, empty if there is none yet."""
+    return record.evaluations[-1] if record.evaluations else {}
+
+
+# The summary
+
+
+def summary_section(
+    records: Sequence[Record], goals: Goals, baseline: str | None
+) -> dict[str, Any]:
+    """Return the data of the summary of a page.
+
+    Raises:
+        ValueError: no run has the name of the baseline.
+    """
+    return {
+        "runs": summary_rows(records, baseline),
+        "goals": goal_rows(records, goals, baseline) if goals else [],
+        "baseline": find_baseline(records, baseline).name,
+        "failures": [
+            f"{record.name} diverged at update {record.end['update']}: {record.end.get('message')}"
+            for record in records
+            if record.end is not None and end_reason(record) == "diverged"
+        ],
+    }
+
+
+def summary_rows(records: Sequence[Record], baseline: str | None = None) -> list[Row]:
+    """Return a table with a column for each run. Losses and errors are of averaged parameters.
+
+    Raises:
+        ValueError: no run has the name of the baseline.
+    """
+    if not records:
+        return [("run",)]
+    reference = find_baseline(records, baseline)
+    # A long name would make the first column too wide.
+    owner = reference.name if len(reference.name) <= 12 else "the baseline"
+    labels = (
+        *("run", "learning rate", "batch size", "epochs", "updates", "seconds"),
+        f"seconds per epoch (x {owner}'s)",
+        *("train loss", "train error", "test loss", "test error", "ended"),
+    )
+    columns = [_summary(record, reference) for record in records]
+    return list(zip(labels, *columns, strict=True))
+
+
+def _summary(record: Record, reference: Record) -> Row:
+    last = last_evaluation(record)
+    reason = end_reason(record)
+    return (
+        record.name,
+        "adaptive" if record.config.lr is None else setting(record.config.lr),
+        setting(record.config.batch_size),
+        number(last.get("epoch")),
+        number(last.get("update")),
+        number(last.get("seconds")),
+        _pace(record, reference),
+        number(last.get("averaged_train_loss")),
+        percent(last.get("averaged_train_error")),
+        number(last.get("averaged_test_loss")),
+        percent(last.get("averaged_test_error")),
+        "unfinished" if reason is None else END_REASONS.get(reason, reason),
+    )
+
+
+def _pace(record: Record, reference: Record) -> str:
+    own, other = _seconds_per_epoch(record), _seconds_per_epoch(reference)
+    if record is reference or own is None or not other:
+        return number(own)
+    return f"{number(own)} ({ratio(own / other)})"
+
+
+def _seconds_per_epoch(record: Record) -> float | None:
+    last = last_evaluation(record)
+    return last["seconds"] / last["epoch"] if last.get("epoch") else None
+
+
+# Goals
+
+
+def goal_rows(records: Sequence[Record], goals: Goals, baseline: str | None = None) -> list[Row]:
+    """Return the seconds, epochs and updates until the averaged parameters reach each goal.
+
+    Each goal has a row with its title, whose other cells are empty, and three rows of values. In
+    brackets: how many times less than the baseline, with ">" if the baseline did not reach it.
+
+    Raises:
+        ValueError: no run has the name of the baseline.
+    """
+    if not records:
+        return [("to reach",)]
+    reference = find_baseline(records, baseline)
+    rows = [("to reach", *(record.name for record in records))]
+    for key, value, title in goals:
+        rows.append((title, *("" for _ in records)))
+        for label, count in COUNTS.items():
+            cells = (_goal_cell(record, reference, key, value, count) for record in records)
+            rows.append((label, *cells))
+    return rows
+
+
+def _goal_cell(record: Record, reference: Record, key: str, value: float, count: str) -> str:
+    row = _first_reaching(record, key, value)
+    if row is None:
+        return "not reached" if record.evaluations else MISSING
+    own = row[count]
+    reached = _first_reaching(reference, key, value)
+    baseline = (reached or last_evaluation(reference)).get(count)
+    if record is reference or not own or not baseline:
+        return number(own)
+    at_least = "> " if reached is None else ""
+    return f"{number(own)} ({at_least}{ratio(baseline / own)})"
+
+
+def _first_reaching(record: Record, key: str, value: float) -> dict[str, Any] | None:
+    """Return the first evaluation whose ``key`` is at most ``value``."""
+    rows = (row for row in record.evaluations if row[key] is not None)
+    return next((row for row in rows if row[key] <= value), None)
+
+
+def default_goals(records: Sequence[Record]) -> Goals:
+    """Return the smallest round errors that runs reached.
+
+    For the training error, those that all runs and that any run reached; for the test error, the
+    one that any run reached.
+    """
+    train, test = "averaged_train_error", "averaged_test_error"
+    by_all, by_any = _reached(records, train, all_runs=True), _reached(records, train)
+    return Goals(tuple(sorted({*by_all, *by_any}, reverse=True)), tuple(_reached(records, test)))
+
+
+def _reached(records: Sequence[Record], key: str, all_runs: bool = False) -> list[float]:
+    """Return the smallest round error that any run, or all runs, reached, as a list of one.
+
+    The list is empty if no round error lies below the errors of untrained networks.
+    """
+    errors = [[row[key] for row in r.evaluations if row[key] is not None] for r in records]
+    trained = [series for series in errors if len(series) > 1]
+    if not trained:
+        return []
+    start = min(series[0] for series in trained)
+    best = (max if all_runs else min)(min(series) for series in trained)
+    return [error for error in ROUND_ERRORS if best <= error < start][-1:]

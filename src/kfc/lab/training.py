@@ -1,0 +1,378 @@
+"""The training loop of one run, which can be interrupted and resumed at any update.
+
+Several ranks run the loop in step: every decision rests on values that they have agreed on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfc.distributed.ranks import Ranks
+from kfc.lab.components import RunComponents
+from kfc.lab.config import RunConfig
+from kfc.lab.costs import Costs
+from kfc.lab.data import Dataset
+from kfc.lab.diagnosis import diagnose, find_origin
+from kfc.lab.optimizers import Optimizer
+from kfc.lab.processes.ranks import (
+    Launch,
+    explained_collectives,
+    failing_together,
+    gather_texts,
+)
+from kfc.lab.random_state import RandomState
+from kfc.lab.runs import RemoteFolder, RunFolder, matching_checkpoint, require_data
+from kfc.optimizers import KFAC
+from kfc.optimizers.base import CurvatureOptimizer
+from kfc.schedule import now
+
+Row = dict[str, Any]
+OnRow = Callable[[Row], None]
+LIMIT_REASONS = ("epochs", "updates", "time")  # the reasons of an end that was configured
+
+
+class Trainer:
+    """Trains one run; ``advance`` continues it, ``resume`` restores it from its folder.
+
+    Args:
+        components: built from the folder's configuration.
+        folder: the run's folder; other ranks than rank 0 neither read nor write it.
+        on_row: called with every row of metrics when it is written.
+
+    Attributes:
+        update: the number of updates so far.
+        seconds: training time without evaluations and checkpoints, of the slowest rank.
+        end: the row that says why the run has ended; ``None`` until then.
+    """
+
+    def __init__(
+        self,
+        components: RunComponents,
+        folder: RunFolder | RemoteFolder,
+        on_row: OnRow | None = None,
+    ) -> None:
+        self.components = components
+        self.ranks = components.ranks
+        self.folder = folder
+        self.update = 0
+        self.seconds = 0.0
+        self.end: Row | None = None
+        self.last_evaluation: Row = {}
+        self.random_state = RandomState(components.model, self.ranks.rank, seed=folder.config.seed)
+        self._on_row = on_row
+        self._stream: Iterator[tuple[Tensor, Tensor]] | None = None
+        self._costs = Costs(components.optimizer)
+        self._saved_at = 0.0
+        self._loss = torch.zeros(())
+        self._images = components.first_image
+        self._last_log = (0, 0.0)
+
+    @classmethod
+    def start(
+        cls,
+        path: Path,
+        config: RunConfig,
+        data: Dataset,
+        *,
+        name: str,
+        on_row: OnRow | None = None,
+        ranks: Ranks | None = None,
+    ) -> Trainer:
+        """Start a run in a new folder."""
+        ranks = ranks or Ranks(None)
+        digest = ranks.share(data.digest)
+        with failing_together(ranks):
+            require_data(data, digest, "rank 0 has")
+        components = RunComponents(config, data, ranks)
+        with failing_together(ranks):
+            if ranks.rank == 0:
+                job = Launch.from_environment().job
+                folder: RunFolder | RemoteFolder = RunFolder.create(
+                    path, config, data.digest, name, processes=ranks.size, job=job
+                )
+            else:
+                folder = RemoteFolder(path, config, data.digest)
+        trainer = cls(components, folder, on_row)
+        trainer._begin()
+        return trainer
+
+    @classmethod
+    def resume(
+        cls,
+        folder: RunFolder | RemoteFolder,
+        data: Dataset,
+        *,
+        on_row: OnRow | None = None,
+        ranks: Ranks | None = None,
+    ) -> Trainer:
+        """Continue from a folder's last checkpoint, or from the beginning if there is none.
+
+        The number of ranks may differ from that of the process that saved the checkpoint.
+        """
+        ranks = ranks or Ranks(None)
+        with failing_together(ranks):
+            require_data(data, folder.data_digest, f"{folder.path} was trained on")
+        trainer = cls(RunComponents(folder.config, data, ranks), folder, on_row)
+        with failing_together(ranks):
+            state = folder.load()
+        state = ranks.share(state)
+        if state is None:
+            trainer._begin()
+        else:
+            with failing_together(ranks):
+                trainer._restore(state)
+        return trainer
+
+    def _begin(self) -> None:
+        self.evaluate_now()
+        self._end_if_not_finite(self.last_evaluation["train_loss"])
+
+    def close(self) -> None:
+        self._stream = None
+        self.folder.close()
+
+    # Training
+
+    @property
+    def epoch(self) -> float:
+        return self.update / len(self.components.batches)
+
+    def advance(
+        self, seconds: float = math.inf, interrupted: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Train for some seconds, or to the end of the run; return whether it can continue."""
+        until = self.seconds + seconds
+        with self._active():
+            stop = self._agree(interrupted())
+            while self.end is None and self.seconds < until and not stop:
+                self.ranks.at(self.update + 1)
+                try:
+                    with explained_collectives(self.ranks):
+                        self._train_once()
+                except FloatingPointError as error:  # KFAC found no finite step
+                    self._end("diverged", f"{error}; {self._diagnosis()}")
+                else:
+                    stop = self._agree(interrupted())
+                    self._do_what_is_due()
+            self._wait_for_device()
+        return self.end is None
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        """Use the run's own number of threads and random state."""
+        torch.set_num_threads(self.folder.config.threads)
+        with self.random_state.active():
+            yield
+
+    def _agree(self, interrupted: bool = False) -> bool:
+        """Set the same training time on all ranks; return whether any was interrupted."""
+        numbers = [self._costs.training_seconds, float(interrupted)]
+        self.seconds, stop = self.ranks.largest(numbers, "times and interruptions")
+        return bool(stop)
+
+    def _train_once(self) -> None:
+        """Make one update."""
+        components, costs = self.components, self._costs
+        with costs.measured("data"):
+            images, labels = self._next_batch()
+        self._images = images
+        if isinstance(components.optimizer, KFAC):
+            with costs.measured("forward and backward"):
+                loss = components.optimizer.step(lambda: components.loss(images, labels))
+        else:
+            loss = self._step(components.optimizer, images, labels)
+        self.update += 1
+        with costs.measured("optimizer"):
+            components.averages.update(self.update)
+            components.replica.after_update(self.update)
+        self._loss = loss.detach()
+
+    def _step(self, optimizer: Optimizer, images: Tensor, labels: Tensor) -> Tensor:
+        """Make a step of an ordinary optimizer; return the loss before it."""
+        costs = self._costs
+        with costs.measured("optimizer"):
+            optimizer.zero_grad()
+        with costs.measured("forward"):
+            loss = self.components.loss(images, labels)
+        with costs.measured("backward"):
+            loss.backward()
+        with costs.measured("optimizer"):
+            optimizer.step()
+        return loss
+
+    def _next_batch(self) -> tuple[Tensor, Tensor]:
+        epoch, position = divmod(self.update, len(self.components.batches))
+        if self._stream is None or position == 0:
+            self._stream = self.components.batches.epoch(epoch, position)
+        return self.components.on_device(*next(self._stream))
+
+    def _do_what_is_due(self) -> None:
+        """After an update: log, evaluate, save a checkpoint or end the run, where due."""
+        config = self.folder.config
+        reason = self._reached_limit()
+        period = max(1, round(config.evaluation_period * len(self.components.batches)))
+        logs = self.update % config.log_period == 0
+        evaluates = self.update % period == 0 or reason is not None
+        saves = evaluates or self.seconds - self._saved_at >= config.checkpoint_seconds
+        if not (logs or saves):
+            return  # reading the loss makes the host wait for the device
+        self._wait_for_device()
+        [loss] = self.ranks.mean([self._loss.item()], "loss")
+        if self._end_if_not_finite(loss):
+            return
+        if logs:
+            self._log(loss)
+        if evaluates:
+            self._evaluate()
+            if self._end_if_not_finite(self.last_evaluation["train_loss"]):
+                return
+        if saves:
+            self.save()
+        if reason:
+            self._end(reason)
+
+    def _wait_for_device(self) -> None:
+        """Wait for the updates so far, so that their time is counted."""
+        with self._costs.measured("optimizer"):
+            now(self.components.device)
+        self._agree()
+
+    def _end_if_not_finite(self, loss: float) -> bool:
+        """End a run that has diverged, before a checkpoint could keep its parameters."""
+        if math.isfinite(loss):
+            return False
+        self._end("diverged", self._diagnosis())
+        return True
+
+    def _reached_limit(self) -> str | None:
+        """Return the reason why the run is complete, if it is."""
+        config = self.folder.config
+        limits = (config.epochs, config.updates, config.seconds)
+        values = (self.epoch, self.update, self.seconds)
+        for reason, value, limit in zip(LIMIT_REASONS, values, limits, strict=True):
+            if limit is not None and value >= limit:
+                return reason
+        return None
+
+    def finish(self, reason: str) -> None:
+        """Evaluate, save and end the run before its limits."""
+        if self.end is None:
+            self.evaluate_now()
+            self.save()
+            self._end(reason)
+
+    # Metrics
+
+    def evaluate_now(self) -> Row:
+        """Return the evaluation at this update."""
+        if self.last_evaluation.get("update") != self.update:
+            with self._active():
+                self._evaluate()
+        return self.last_evaluation
+
+    def _evaluate(self) -> None:
+        """Evaluate the parameters and their averages on both splits."""
+        components = self.components
+        measures: dict[str, float] = {}
+        components.replica.take_buffers_of_rank_0(components.averages)
+        for split in ("train", "test"):
+            loss, error = components.evaluate(split)
+            measures |= {f"{split}_loss": loss, f"{split}_error": error}
+            with components.averages.swapped_in():
+                loss, error = components.evaluate(split)
+            measures |= {f"averaged_{split}_loss": loss, f"averaged_{split}_error": error}
+        self.last_evaluation = self._write(
+            "evaluation",
+            **measures,
+            step_seconds=self._costs.means_since_last_time(),
+            diagnostics=self._diagnostics(),
+        )
+
+    def _log(self, loss: float) -> None:
+        update, seconds = self._last_log
+        examples = (self.update - update) * self.folder.config.batch_size
+        optimizer = self.components.optimizer
+        curvature = optimizer.step_diagnostics if isinstance(optimizer, CurvatureOptimizer) else {}
+        self._last_log = self.update, self.seconds
+        self._write(
+            "progress",
+            loss=loss,
+            images_per_second=examples / max(self.seconds - seconds, 1e-9),
+            **curvature,
+        )
+
+    def _end(self, reason: str, message: str = "") -> None:
+        self.end = self._write("end", reason=reason, message=message)
+
+    def _write(self, kind: str, **values: Any) -> Row:
+        """Write a row of metrics, and return it."""
+        position = {"update": self.update, "epoch": self.epoch, "seconds": self.seconds}
+        row = {"kind": kind, **position, **values}
+        self.folder.write(row)
+        if self._on_row is not None:
+            self._on_row(row)
+        return row
+
+    def _diagnostics(self) -> Row:
+        """Return the optimizer's diagnostics without its timings."""
+        optimizer = self.components.optimizer
+        if not isinstance(optimizer, CurvatureOptimizer):
+            return {}
+        timing = ("seconds", "total_seconds")
+        return {key: value for key, value in optimizer.diagnostics.items() if key not in timing}
+
+    def _diagnosis(self) -> str:
+        """Return the diagnosis of the rank on which the run began to diverge."""
+        config = self.folder.config
+        own = diagnose(
+            self.components.model,
+            self._images,
+            update=self.update,
+            optimizer=config.optimizer,
+            lr=config.lr,
+            diagnostics=self._diagnostics(),
+        )
+        bad_since = self.components.replica.bad_since()
+        origin = find_origin(self.ranks.gather([self._loss.item(), bad_since]))
+        diagnosis = gather_texts(self.ranks, own)[origin.rank]
+        return "; ".join(part for part in (origin.description, diagnosis) if part)
+
+    # Checkpoints
+
+    def save(self) -> None:
+        """Replace the folder's checkpoint."""
+        self._saved_at = self.seconds
+        numbers = {k: v for k, v in self.last_evaluation.items() if isinstance(v, (int, float))}
+        self.folder.save(
+            {
+                "update": self.update,
+                "seconds": self.seconds,
+                "last_log": list(self._last_log),
+                "last_evaluation": numbers,
+                "model": self.components.model.state_dict(),
+                "optimizer": self.components.optimizer.state_dict(),
+                "averages": self.components.averages.state_dict(),
+                "random": self.random_state.current(),
+            }
+        )
+
+    def _restore(self, state: Row) -> None:
+        with matching_checkpoint(self.folder.path):
+            self.components.model.load_state_dict(state["model"])
+            self.components.optimizer.load_state_dict(state["optimizer"])
+            self.components.averages.load_state_dict(state["averages"])
+            self.random_state.load(state["random"])
+            self.update, self.seconds = state["update"], state["seconds"]
+            self._last_log = tuple(state["last_log"])
+            self.last_evaluation = state["last_evaluation"]
+        self._saved_at = self.seconds
+        self._costs.training_seconds = self.seconds
+        if reason := self._reached_limit():
+            self._end(reason)

@@ -1,0 +1,149 @@
+"""What users can read and set of the curvature, for every optimizer alike."""
+
+from collections.abc import Callable, Iterable, Sized
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfc.curvature.channels import ChannelCurvature
+from kfc.curvature.description import describe_layers
+from kfc.curvature.kronecker import Factors
+from kfc.fisher.buffers import SavedBuffers
+from kfc.fisher.randomness import accelerators_of, forked_random_state
+from kfc.optimizers.engine import Engine
+
+
+class CurvatureAccess:
+    """The curvature as users see it."""
+
+    engine: Engine
+
+    @property
+    def model(self) -> nn.Module:
+        return self.engine.model
+
+    @property
+    def factors(self) -> dict[str, Factors]:
+        """Ω and Γ of every Kronecker-factored layer by name, once there are statistics.
+
+        ``.activation`` and ``.derivative`` are (n, n), or (groups, n, n) for several groups. A
+        factor wider than ``max_factor_size`` is its diagonal, one dimension less; so is Γ = c I
+        of ``kfc.PRONG``. Layers of ``kfc.Diagonal`` have no factors.
+        """
+        found = {}
+        for name, layer in self.engine.curvature.layers.items():
+            factors = layer.factors()
+            if factors is not None:
+                found[name] = Factors(*(f.squeeze(0) if f.shape[0] == 1 else f for f in factors))
+        return found
+
+    @property
+    def blocks(self) -> dict[str, Tensor]:
+        """The Fisher blocks of every normalisation layer by name, (channels, 2, 2)."""
+        return {
+            name: layer.state.running[0]
+            for name, layer in self.engine.curvature.layers.items()
+            if isinstance(layer, ChannelCurvature) and layer.state.running is not None
+        }
+
+    @property
+    def diagnostics(self) -> dict[str, Any]:
+        """What the last steps did.
+
+        ``step``; ``skipped_steps``; ``seconds``, the time of each part when it was last done, as
+        the host sees it; ``total_seconds``, since the start; ``periods``; ``staleness``, the age of
+        the inverses in steps; ``ranks``; and ``layers``: π, damping and factor traces by layer.
+        Reading it waits for the device.
+        """
+        engine = self.engine
+        layers = {
+            name: {**layer.summary(), "damping": layer.state.damping}
+            for name, layer in engine.curvature.layers.items()
+            if layer.state.running is not None
+        }
+        return {
+            "step": engine.steps,
+            "skipped_steps": engine.skipped_steps.count(),
+            "seconds": {"statistics": 0.0, **engine.schedule.seconds},
+            "total_seconds": {"statistics": 0.0, **engine.schedule.total_seconds},
+            "periods": engine.schedule.describe(engine.steps + 1),
+            "staleness": engine.refresher.staleness(engine.steps),
+            "ranks": engine.reducer.describe(engine.curvature.layers),
+            "layers": layers,
+        }
+
+    def describe(self) -> str:
+        """Print and return a table that says how every parameter is treated, and why."""
+        text = describe_layers(self.model, self.engine.plan, self.engine.curvature)
+        print(text)
+        return text
+
+    def close(self) -> None:
+        """Remove every hook from the model; no step can follow."""
+        self.engine.close()
+
+    def estimate_factors(
+        self, batches: Iterable[Any], progress: Callable[[int, int | None], None] | None = None
+    ) -> None:
+        """Set the factors from many batches, as Algorithm 1 begins (eqn 32).
+
+        Parameters, gradients, buffers and the random state stay as they were.
+
+        Args:
+            batches: each item is the model's input, or a tuple or list whose first element is.
+            progress: called after each batch with the number of batches done and, if known, the
+                number of all.
+        """
+        engine, collector = self.engine, self.engine.collector
+        if engine.curvature.options.fisher == "empirical":
+            raise ValueError(
+                'estimate_factors draws targets from the model; with fisher="empirical" the '
+                "backward passes of the first steps give the factors"
+            )
+        if not self.model.training:
+            raise RuntimeError(
+                "no statistics are gathered in evaluation mode; call model.train() before "
+                "estimate_factors"
+            )
+        buffers = SavedBuffers(self.model)
+        try:
+            with collector.estimation(), forked_random_state(accelerators_of(self.model)):
+                self._run(batches, progress)
+                engine.curvature.replace(collector.finish())
+                engine.refresher.forget()
+        finally:
+            buffers.restore()
+        # The ranks may have drawn from their generators unequally often.
+        generator = collector.generator
+        generator.load_state_dict(engine.reducer.share(generator.state_dict()))
+
+    def _run(
+        self, batches: Iterable[Any], progress: Callable[[int, int | None], None] | None
+    ) -> None:
+        """Run the model on all batches; raise on all ranks if one had a bad batch."""
+        done, total, bad = 0, _length(batches), -1
+        for done, batch in enumerate(batches, start=1):
+            with torch.enable_grad():
+                self.model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+            if not self.engine.collector.is_finite():
+                bad = done - 1
+                break
+            if progress is not None:
+                progress(done, total)
+        reducer = self.engine.reducer
+        by_rank = reducer.gather([float(done), float(bad)])
+        for rank, (_, batch) in enumerate(by_rank):
+            if batch >= 0:
+                where = f" of rank {rank}" if reducer.size > 1 else ""
+                raise ValueError(f"batch {batch:.0f}{where} gave statistics that are not finite")
+        if not any(count for count, _ in by_rank):
+            raise ValueError("estimate_factors was given no batches")
+
+
+def _length(batches: Iterable[Any]) -> int | None:
+    """Return the number of batches if it is known; a loader over a stream has none."""
+    try:
+        return len(batches) if isinstance(batches, Sized) else None
+    except TypeError:
+        return None

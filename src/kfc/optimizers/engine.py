@@ -1,0 +1,338 @@
+"""The curvature of a model, kept up to date from step to step."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfc._checks import all_finite, largest_entries, moved, require_keys, require_whole
+from kfc.curvature.model import ModelCurvature
+from kfc.curvature.options import CurvatureChoice, resolve_curvature
+from kfc.curvature.statistics import BatchStatistics
+from kfc.distributed.asynchronous import InverseRefresher
+from kfc.distributed.options import Parallel
+from kfc.distributed.ranked import make_reducer
+from kfc.distributed.sharding import refuse_sharded, refuse_sharding_wrapper
+from kfc.fisher.calls import without_autocast
+from kfc.fisher.likelihoods import Likelihood, resolve_likelihood
+from kfc.fisher.products import Output
+from kfc.layers import find_layers
+from kfc.optimizers.skipping import SkippedSteps, named_ranks
+from kfc.schedule import Budget, Periods, Schedule, longest
+from kfc.statistics.collector import Collector
+from kfc.statistics.hooks import ModelHooks
+
+STATE_VERSION = 2
+STATE_KEYS = ("steps", "skipped_steps", "generator", "budget", "curvature", "inverses")
+
+# Several ranks stop after this many skipped steps in a row.
+MOST_SKIPPED_IN_A_ROW = 10
+
+
+class Engine:
+    """Statistics, inverses and natural gradients of one model.
+
+    A step calls, in this order, :meth:`begin_step`, :meth:`update`, :meth:`refresh_inverses`,
+    :meth:`solve_` and :meth:`end_step`, or :meth:`skip_step` instead of the rest.
+
+    Args:
+        norm_rate: the expected number of exact Fisher norms per step, for a budget.
+
+    The other arguments are those of :class:`kfc.Preconditioner`.
+
+    Attributes:
+        model: the model without its DDP wrapper.
+        plan: the layers of the model.
+        steps: the number of completed steps.
+        in_doubt: a boolean scalar on the device that is true if the step in progress is bad;
+            ``None`` if the step is known to be good.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        likelihood: str | Likelihood,
+        output: Output | None,
+        seed: int | None,
+        curvature: CurvatureChoice,
+        schedule: Periods | Budget,
+        parallel: Parallel | None,
+        norm_rate: float = 0.0,
+    ) -> None:
+        options = resolve_curvature(curvature)
+        _check_model(model)
+        if seed is not None:
+            require_whole("seed", seed, low=None)
+        if not isinstance(schedule, (Periods, Budget)):
+            raise TypeError(f"schedule must be kfc.Periods or kfc.Budget, got {schedule!r}")
+        if not isinstance(parallel, (Parallel, type(None))):
+            raise TypeError(f"parallel must be kfc.Parallel or None, got {parallel!r}")
+        parallel = parallel or Parallel()
+        distribution = resolve_likelihood(likelihood)
+        model, self.reducer = make_reducer(model, parallel)
+        self.model = model
+        self.plan = find_layers(model)
+        self.device = next(model.parameters()).device
+        self.schedule = Schedule(schedule, self.device, self.reducer.mean, norm_rate)
+        self.curvature = ModelCurvature(self.plan, options, self.reducer)
+        self.reducer.place(self.curvature.layers, longest(schedule.inverse or Periods().inverse))
+        self.refresher = InverseRefresher(self.curvature, parallel, several=self.reducer.size > 1)
+        shared_seed = self.reducer.share(torch.initial_seed() if seed is None else seed)
+        self.collector = Collector(
+            model, self.curvature, distribution, output, shared_seed, self.reducer
+        )
+        self.steps = 0
+        self.skipped_steps = SkippedSteps()
+        self.in_doubt: Tensor | None = None
+        self._quietly: Tensor | None = None
+        self._skipped_in_a_row = 0
+        # Since the start, or since a state was loaded.
+        self._is_first = True
+        self._before: tuple[Any, Any] | None = None
+        self._hooks = ModelHooks(
+            model,
+            self.plan.layers,
+            self.collector,
+            during_backward=options.fisher == "empirical",
+        )
+        self._prepare_next()
+
+    def close(self) -> None:
+        """Remove every hook from the model and end the thread; the factors stay readable."""
+        self._hooks.close()
+        self.refresher.close()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of the trained parameters that have one, by name."""
+        found: dict[str, Tensor] = {}
+        refuse_sharded(self.model.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is None or not parameter.requires_grad:
+                continue
+            if parameter.grad.layout != torch.strided:
+                raise ValueError(
+                    f"the gradient of {name!r} is sparse; build its layer with sparse=False"
+                )
+            found[name] = parameter.grad
+        return found
+
+    # A step
+
+    def begin_step(
+        self,
+        gradients: Mapping[str, Tensor],
+        loss_scale: float | Tensor = 1.0,
+        overflow: Tensor | None = None,
+        *,
+        wait: bool = False,
+    ) -> BatchStatistics | None:
+        """Return the statistics of the batch, or ``None`` if the step was skipped.
+
+        A step is skipped if a gradient or a statistic is not finite. If no statistics or inverses
+        are due, the host does not wait for the device to find out, unless ``wait`` is set;
+        ``in_doubt`` then holds the answer.
+
+        Args:
+            gradients: the gradients by parameter name.
+            loss_scale: the factor of the loss; only the empirical Fisher depends on it.
+            overflow: whether the caller found the batch bad, to be skipped without a warning.
+        """
+        if not self._hooks.close.alive:
+            raise RuntimeError("the optimizer is closed: its hooks are removed; make a new one")
+        self.in_doubt = self._quietly = None
+        with self.full_precision():
+            batch = self.collector.finish(loss_scale)
+            if self.collector.spent:
+                self.schedule.add_seconds("statistics", self.collector.spent)
+            if self.steps == 0:
+                self._require_statistics(gradients, batch)
+            self.schedule.begin_measuring(self.collector.started, self.collector.spent)
+            self.reducer.check_equal(
+                self.model, gradients, self.curvature.layers, self.steps + 1, first=self._is_first
+            )
+            self._is_first = False
+            return batch if self._is_good(gradients, batch, overflow, wait) else None
+
+    def _require_statistics(self, gradients: Mapping[str, Tensor], batch: BatchStatistics) -> None:
+        covered = any(name in self.plan.layer_of for name in gradients)
+        if batch.moments or not self.curvature.is_empty() or (gradients and not covered):
+            return
+        raise RuntimeError(
+            "step() before any forward pass in training mode: there are no statistics yet. Call "
+            "model.train(), run the model and loss.backward() first, and call the model itself, "
+            "not its parts"
+        )
+
+    def _is_good(
+        self,
+        gradients: Mapping[str, Tensor],
+        batch: BatchStatistics,
+        overflow: Tensor | None,
+        wait: bool,
+    ) -> bool:
+        """Return whether the batch may be used, as far as the host knows."""
+        with self.schedule.timed("check"):
+            traces = batch.traces()
+            bad = ~all_finite([*largest_entries(gradients.values()), *traces])
+            if overflow is not None:
+                bad = bad | moved(overflow, bad.device)
+            due = self.schedule.inverses_are_due(self.steps + 1)
+            if not (wait or traces or due or self.curvature.lacks_inverses()):
+                self.doubt(bad, overflow)
+                return True
+            if not bad.item():
+                return True
+        self.skip_step(quietly=overflow is not None and bool(overflow))
+        return False
+
+    def update(self, batch: BatchStatistics, *, may_skip: bool = False) -> None:
+        """Average the batch's statistics into the factors (T_s).
+
+        Args:
+            may_skip: whether the step may still be skipped; only then is the memory of the factors
+                and inverses before the step kept until its end.
+        """
+        if may_skip:
+            self._before = self.curvature.snapshot(), self.refresher.snapshot()
+        with self.schedule.timed("averages"), self.full_precision():
+            self.curvature.update(batch)
+
+    def refresh_inverses(self, damping: Callable[[str], float], *, at_once: bool = False) -> None:
+        """Refresh the inverses that are due (T_f).
+
+        Args:
+            damping: returns δ of a layer, by its name.
+            at_once: refresh all inverses in this step, due or not.
+        """
+        step = self.steps + 1
+        with self.schedule.timed("inverses"), self.full_precision():
+            self.refresher.refresh(
+                step,
+                damping,
+                due=self.schedule.inverses_are_due(step),
+                period=self.schedule.lengths(step)["inverse"],
+                at_once=at_once,
+            )
+
+    def solve_(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Replace vectors v by F̂_damped⁻¹ v (eqn 11), in place, and return vᵀ F̂_damped⁻¹ v.
+
+        Both are by parameter name. Vectors of parameters without a block stay as they are.
+        """
+        with self.schedule.timed("natural gradient"), self.full_precision():
+            return self.curvature.solve_(vectors)
+
+    def doubt(self, bad: Tensor, quietly: Tensor | None = None) -> None:
+        """Mark the step in progress as bad if a boolean scalar on the device is true."""
+        before = self.in_doubt
+        self.in_doubt = bad if before is None else before | moved(bad, before.device)
+        self._quietly = quietly if quietly is not None else self._quietly
+
+    def end_step(self) -> None:
+        self._skipped_in_a_row = 0
+        if self.in_doubt is not None:
+            self.skipped_steps.add_on_device(self.in_doubt, self._quietly)
+        self.schedule.end_measuring(self.steps + 1, self.collector.spent)
+        self.steps += 1
+        self._prepare_next()
+
+    def skip_step(self, *, quietly: bool = False) -> None:
+        """Count a skipped step; the curvature stays as it was, and what was due stays due."""
+        self.rewind()
+        ranks: list[int] = []
+        if self.reducer.size > 1 and not quietly:
+            ranks = self.reducer.bad_ranks()
+            self._skipped_in_a_row += 1
+        self._prepare_next()
+        self.skipped_steps.add(self.steps + 1, ranks, quietly=quietly)
+        if self._skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
+            # The users of the other ranks see nothing wrong and would continue for ever.
+            raise FloatingPointError(
+                f"step {self.steps + 1} was skipped {self._skipped_in_a_row} times: "
+                f"{named_ranks(ranks)} gave values that are not finite. The parameters are "
+                "unchanged; look at the batch and the loss there"
+            )
+
+    def rewind(self) -> None:
+        """Return the factors and inverses to their state before the step in progress."""
+        if self._before is not None:
+            states, refresher = self._before
+            self.curvature.restore(states)
+            self.refresher.restore(refresher)
+
+    def _prepare_next(self) -> None:
+        self.in_doubt = self._quietly = self._before = None
+        step = self.steps + 1
+        due, clock = self.schedule.statistics_are_due(step), self.schedule.clock_device
+        self.collector.begin_step(step, due=due, clock_device=clock)
+
+    def full_precision(self) -> torch.autocast:
+        return without_autocast(self.device)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resumed run needs to continue bit for bit; call it between steps.
+
+        Inverses that one of several ranks keeps for itself are computed again after loading.
+        """
+        return {
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps.count(),
+            "generator": self.collector.generator.state_dict(),
+            "budget": self.schedule.state_dict(),
+            "curvature": self.curvature.state_dict(),
+            "inverses": self.refresher.state_dict(),
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise an error that says why if the state cannot be loaded here; change nothing."""
+        require_keys("preconditioner state", state, STATE_KEYS)
+        for counter in ("steps", "skipped_steps"):
+            require_whole(f"the state's {counter}", state[counter], low=0)
+        Schedule.check_state(state["budget"])
+        self.collector.generator.check_state(state["generator"])
+        self.curvature.check_state(state["curvature"])
+        InverseRefresher.check_state(state["inverses"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; the model's own parameters are loaded separately."""
+        self.check_state(state)
+        self.skipped_steps.restore(state["skipped_steps"])
+        self.collector.generator.load_state_dict(state["generator"])
+        self.schedule.load_state_dict(state["budget"])
+        self.curvature.load_state_dict(state["curvature"])
+        self.refresher.load_state_dict(state["inverses"])
+        self.steps = state["steps"]
+        self._is_first = True
+        self._prepare_next()
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if next(model.parameters(), None) is None:
+        raise ValueError("the model has no parameters to train")
+    refuse_sharding_wrapper(model)
+    refuse_sharded(model.named_parameters())
+
+
+def versioned(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict with the current version."""
+    return {"version": STATE_VERSION, **state}
+
+
+def check_version(state: object) -> None:
+    """Raise ``ValueError`` unless a state dict has the current version."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"the state dict must be a dict, got {type(state).__name__}")
+    found = state.get("version")
+    if found != STATE_VERSION:
+        saved = "has no version: it is incomplete, or was saved by another optimizer or by a"
+        saved = saved if found is None else f"has version {found!r}: it was saved by a different"
+        raise ValueError(
+            f"the state dict {saved} version of kfc. This one loads version {STATE_VERSION} only; "
+            "start the optimizer without it"
+        )

@@ -1,0 +1,94 @@
+"""The value objects that only the optimizers take."""
+
+from dataclasses import dataclass, fields
+
+from kfc._checks import require_number, require_whole
+
+
+@dataclass(frozen=True)
+class FisherClip:
+    """A limit on the Fisher norm of an update.
+
+    An update v with ν = vᵀFv + λvᵀv > C, F the exact Fisher matrix, is divided by √(ν/C).
+
+    Args:
+        limit: C.
+        fraction: the part of the batch on which ν is computed.
+        period: compute ν every this many steps and do not clip in the others. By default ν is
+            computed as often as necessary; in the other steps an estimate of ν clips if it may
+            exceed C.
+    """
+
+    limit: float = 0.3
+    fraction: float = 0.25
+    period: int | None = None
+
+    def __post_init__(self) -> None:
+        require_number("the clip's limit", self.limit, positive=True)
+        if self.fraction != 1:
+            require_number("the clip's fraction", self.fraction, below=1, positive=True)
+        if self.period is not None:
+            require_whole("the clip's period", self.period)
+
+
+def resolve_clip(clip: FisherClip | float | None) -> FisherClip | None:
+    """Return the value object that a number stands for."""
+    if clip is None or isinstance(clip, FisherClip):
+        return clip
+    require_number("clip", clip, positive=True)
+    return FisherClip(float(clip))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptation:
+    """What :class:`kfc.KFAC` chooses itself, and how.
+
+    Args:
+        lr: a fixed learning rate α; ``None``: chosen in every step.
+        momentum: a fixed momentum μ; ``None``: chosen in every step.
+        model_damping: a fixed λ; ``None``: adapted by the Levenberg-Marquardt rule.
+        factor_damping: a fixed γ, which enters the factors as (Ω + π γ I) ⊗ (Γ + γ/π I), so γ² in
+            all; ``None``: adapted to the value with the lowest minimum of the quadratic model.
+        initial_model_damping: the initial λ if it adapts. γ starts at √(λ + weight decay),
+            with the largest weight decay of all groups.
+        model_damping_period: every this many steps the loss is evaluated once more, to measure the
+            effect of the update and to adapt λ. (The first step does too, and raises λ tenfold as
+            long as the update raises the loss.)
+        model_damping_decrease: λ is multiplied by this number if the model predicts
+            well, and divided by it if the model predicts badly.
+        factor_damping_period: γ is chosen every this many steps from its present value and
+            that value times and divided by ``factor_damping_factor``.
+        factor_damping_factor: the ratio of neighbouring candidates for γ.
+    """
+
+    lr: float | None = None
+    momentum: float | None = None
+    model_damping: float | None = None
+    factor_damping: float | None = None
+    # The 150 of the K-FAC paper is for a loss summed over 784 pixels.
+    initial_model_damping: float = 0.01
+    model_damping_period: int = 5
+    model_damping_decrease: float = (19 / 20) ** 5
+    factor_damping_period: int = 20
+    factor_damping_factor: float = (19 / 20) ** 10
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "model_damping", "factor_damping"):
+            if getattr(self, name) is not None:
+                require_number(name, getattr(self, name))
+        if self.momentum is not None:
+            require_number("momentum", self.momentum, below=1)
+        require_number("initial_model_damping", self.initial_model_damping, positive=True)
+        for name in ("model_damping_decrease", "factor_damping_factor"):
+            require_number(name, getattr(self, name), below=1, positive=True)
+        for name in ("model_damping_period", "factor_damping_period"):
+            require_whole(name, getattr(self, name))
+        # Updates whose coefficients are chosen are measured also if λ is fixed.
+        measured = self.lr is None or self.momentum is None
+        for fixed in ("model_damping", "factor_damping"):
+            idle = [f.name for f in fields(self) if fixed in f.name and f.name != fixed]
+            changed = [n for n in idle if getattr(self, n) != getattr(Adaptation, n)]
+            if measured:
+                changed = [name for name in changed if name != "model_damping_period"]
+            if getattr(self, fixed) is not None and changed:
+                raise ValueError(f"{changed[0]} has no effect with a fixed {fixed}; remove one")

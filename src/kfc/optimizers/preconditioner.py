@@ -1,0 +1,101 @@
+"""KFC's curvature as a preconditioner for any optimizer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from kfc._checks import require_number
+from kfc.curvature.options import CurvatureChoice
+from kfc.distributed.options import Parallel
+from kfc.fisher.likelihoods import Likelihood
+from kfc.fisher.products import Output
+from kfc.optimizers.access import CurvatureAccess
+from kfc.optimizers.engine import Engine, check_version, versioned
+from kfc.schedule import Budget, Periods
+
+
+class Preconditioner(CurvatureAccess):
+    """KFC's approximation of the Fisher matrix, for use with any optimizer.
+
+    >>> preconditioner = kfc.Preconditioner(model)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.9)
+    >>> for images, labels in loader:
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(images), labels).backward()
+    ...     preconditioner.step()  # gradients become natural gradients, in place
+    ...     optimizer.step()
+
+    Args:
+        model: the network. Hooks gather statistics whenever it runs in training mode.
+        damping: δ, added to the curvature (λ + γ in the paper).
+        likelihood: the distribution that the outputs parametrise and the loss assumes:
+            ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` or a :class:`kfc.Likelihood`.
+        output: selects the tensor of outputs from what the model returns, if that is not a tensor.
+        seed: the seed of the generator that draws targets; by default torch's initial seed. The
+            global generator is left alone.
+        curvature: how the Fisher blocks of linear and convolutional layers are approximated:
+            ``"kfc"``, ``"sua"``, ``"prong"``, ``"ekfac"``, ``"diagonal"``, or one of the objects
+            :class:`kfc.Kronecker`, :class:`kfc.SUA`, :class:`kfc.PRONG`, :class:`kfc.EKFAC`,
+            :class:`kfc.Diagonal` with options.
+        schedule: when statistics and inverses are refreshed: :class:`kfc.Periods` or
+            :class:`kfc.Budget`.
+        parallel: how ranks divide the work, and asynchronous inverses: :class:`kfc.Parallel`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        damping: float = 1e-3,
+        likelihood: str | Likelihood = "categorical",
+        output: Output | None = None,
+        seed: int | None = None,
+        curvature: CurvatureChoice = "kfc",
+        schedule: Periods | Budget = Periods(),  # noqa: B008 - immutable
+        parallel: Parallel | None = None,
+    ) -> None:
+        require_number("damping", damping)
+        self.damping = damping
+        self.engine = Engine(
+            model,
+            likelihood=likelihood,
+            output=output,
+            seed=seed,
+            curvature=curvature,
+            schedule=schedule,
+            parallel=parallel,
+        )
+
+    @torch.no_grad()
+    def step(self, loss_scale: float = 1.0) -> bool:
+        """Replace the gradients by natural gradients, in place, after ``loss.backward()``.
+
+        Args:
+            loss_scale: the factor of the loss in its backward pass, if the gradients have been
+                unscaled since (``GradScaler.unscale_``). Only ``fisher="empirical"`` depends on it.
+
+        Returns:
+            False if the batch gave values that are not finite. The gradients are then removed, so
+            that the optimizer's own step leaves the parameters alone.
+        """
+        engine, gradients = self.engine, self.engine.gradients()
+        batch = engine.begin_step(gradients, loss_scale, wait=True)
+        if batch is None:
+            self.model.zero_grad(set_to_none=True)
+            return False
+        engine.update(batch)
+        engine.refresh_inverses(lambda _: self.damping)
+        engine.solve_(gradients)
+        engine.end_step()
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resumed run needs to continue bit for bit; call it between steps."""
+        return versioned(self.engine.state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a state dict; one that does not fit changes nothing."""
+        check_version(state_dict)
+        self.engine.load_state_dict(state_dict)

@@ -1,0 +1,1 @@
+"""Batch statistics from forward passes: hooks, the sampled backward, the collector."""

@@ -1,0 +1,211 @@
+"""One recorded forward pass, and the backward pass from its output to its layers."""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from kfc._torch import keeps_graph
+from kfc.curvature.statistics import LayerStatistics, Moment
+from kfc.fisher.calls import without_autocast
+from kfc.schedule import now
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of one layer.
+
+    Attributes:
+        edge: where the derivative with respect to the call's output arrives. The edge, not the
+            tensor: after an in-place ReLU the tensor's derivative is silently another one.
+        kept: what the layer's statistics need to know about the inputs.
+        shape: the shape of the output.
+    """
+
+    layer: str
+    edge: GradientEdge
+    kept: Any
+    shape: torch.Size
+
+
+class RecordedPass:
+    """The calls of all layers in one forward pass, and the statistics gathered from them.
+
+    Args:
+        wanted: the layers to record.
+        new_statistics: returns the empty statistics of a layer.
+        clock_device: the device to wait for when reading the clock.
+
+    Attributes:
+        calls: the recorded calls.
+        without_gradient: the layers that ran without a graph.
+        examples: the number of examples, once the model's output is known.
+        seconds: the time spent on layers.
+    """
+
+    def __init__(
+        self,
+        wanted: Collection[str],
+        new_statistics: Callable[[str], LayerStatistics],
+        clock_device: torch.device | None,
+    ) -> None:
+        self.wanted = wanted
+        self.calls: list[LayerCall] = []
+        self.without_gradient: set[str] = set()
+        self.examples = 0
+        self.seconds = 0.0
+        self._new_statistics = new_statistics
+        self._statistics: dict[str, LayerStatistics] = {}
+        self._clock_device = clock_device
+        self._split: tuple[list[LayerCall], list[LayerCall]] | None = None
+
+    # While the model runs
+
+    def record(self, layer: str, inputs: Tensor, output: Any, *, during_backward: bool) -> None:
+        """Add one call of a layer.
+
+        Args:
+            during_backward: gather derivatives in the user's own backward pass.
+        """
+        if isinstance(output, Tensor) and output.numel() == 0:
+            return  # an empty batch; the model's output will be refused
+        if not (isinstance(output, Tensor) and output.requires_grad):
+            self.without_gradient.add(layer)
+            return
+        if layer not in self._statistics:
+            self._statistics[layer] = self._new_statistics(layer)
+        statistics = self._statistics[layer]
+        with self._timed(), torch.no_grad(), without_autocast(output.device):
+            kept = statistics.forward(inputs, output)
+        edge = output_edge(output)
+        self.calls.append(LayerCall(layer, edge, kept, output.shape))
+        if during_backward:
+            # Without the call, whose edge would keep the graph alive in a cycle.
+            hook = partial(self._on_user_backward, statistics, [kept], output.shape, edge.output_nr)
+            edge.node.register_prehook(hook)
+
+    def end_forward(self, examples: int, *, during_backward: bool) -> None:
+        """Record the number of examples, which the model's output determines."""
+        self.examples = examples
+        if during_backward:
+            self.calls.clear()  # the hooks gather the derivatives
+
+    # Derivatives
+
+    def backward(self, output: Tensor, derivative: Tensor) -> None:
+        """Carry one draw of the derivative from the output to the pre-activations of every call.
+
+        The user's graph stays intact, and no weight gradients are computed. Derivatives are
+        processed as they arrive, so that they are not all in memory at once.
+        """
+        final, passing = self._final_and_passing()
+        handles = [
+            call.edge.node.register_prehook(partial(self._on_passing, call)) for call in passing
+        ]
+        try:
+            derivatives = torch.autograd.grad(
+                output,
+                [call.edge for call in final],
+                derivative.to(output.dtype),
+                retain_graph=True,
+                allow_unused=True,
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        for call, at_output in zip(final, derivatives, strict=True):
+            self._add_derivative(self._statistics[call.layer], call.kept, call.shape, at_output)
+        self.end_draw()
+
+    def end_draw(self) -> None:
+        for statistics in self._statistics.values():
+            statistics.end_draw()
+
+    def moments(self) -> dict[str, tuple[Moment, ...]]:
+        """Return the moments by layer; empty for a layer that no derivative reached."""
+        return {layer: s.moments(self.examples) for layer, s in self._statistics.items()}
+
+    def _final_and_passing(self) -> tuple[list[LayerCall], list[LayerCall]]:
+        """Return the calls at which the backward pass ends, and those it passes through."""
+        if self._split is None:
+            passed = nodes_with_descendants([call.edge.node for call in self.calls])
+            passing = [call for call in self.calls if call.edge.node in passed]
+            final = [call for call in self.calls if call.edge.node not in passed]
+            self._split = final, passing
+        return self._split
+
+    def _on_passing(self, call: LayerCall, derivatives: tuple[Tensor | None, ...]) -> None:
+        derivative = derivatives[call.edge.output_nr]
+        self._add_derivative(self._statistics[call.layer], call.kept, call.shape, derivative)
+
+    def _on_user_backward(
+        self,
+        statistics: LayerStatistics,
+        kept: list[Any],
+        shape: torch.Size,
+        output_nr: int,
+        derivatives: tuple[Tensor | None, ...],
+    ) -> None:
+        """Gather a derivative in the user's own backward pass.
+
+        Args:
+            kept: what the statistics keep, in a list that is emptied when autograd frees its
+                buffers: the graph lives for as long as the user holds the loss.
+        """
+        derivative = derivatives[output_nr]
+        if self.examples and derivative is not None and kept:
+            with self._timed():
+                self._add_derivative(statistics, kept[0], shape, derivative)
+            if not keeps_graph():
+                kept.clear()
+
+    def _add_derivative(
+        self, statistics: LayerStatistics, kept: Any, shape: torch.Size, derivative: Tensor | None
+    ) -> None:
+        if derivative is not None:
+            with torch.no_grad(), without_autocast(derivative.device):
+                statistics.backward(kept, derivative.reshape(shape), self.examples)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = now(self._clock_device)
+        yield
+        self.seconds += now(self._clock_device) - start
+
+
+def nodes_with_descendants(nodes: Collection[Node]) -> set[Node]:
+    """Return the nodes from which, towards the inputs, another of the nodes can be reached."""
+    wanted = set(nodes)
+    reaches: dict[Node, bool] = {}
+    for root in nodes:
+        # Depth first: a node is settled when all its parents are.
+        pending = [root]
+        while pending:
+            node = pending[-1]
+            parents = [parent for parent, _ in node.next_functions if parent is not None]
+            if node not in reaches:
+                reaches[node] = False
+                pending += [parent for parent in parents if parent not in reaches]
+                continue
+            pending.pop()
+            reaches[node] = any(parent in wanted or reaches[parent] for parent in parents)
+    return {node for node in wanted if reaches[node]}
+
+
+def output_edge(output: Tensor) -> GradientEdge:
+    """Return where the derivative with respect to a layer's output arrives.
+
+    If the output is a view of all of another tensor (as that of a linear layer with several leading
+    dimensions), this is the edge of the other tensor: in-place operations replace the view's own.
+    """
+    base = output._base
+    if base is not None and base.requires_grad and base.numel() == output.numel():
+        same = base.is_contiguous() and output.is_contiguous()
+        if same and base.storage_offset() == output.storage_offset():
+            return get_gradient_edge(base)
+    return get_gradient_edge(output)

@@ -1,0 +1,53 @@
+"""A random generator that leaves the user's generators alone."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kfc._checks import require_keys, require_whole
+
+
+class OwnGenerator:
+    """A seeded generator, created on the device that first uses it.
+
+    Its state is saved as plain tensors and numbers. A state saved on another type of device cannot
+    be restored; the generator then starts again from its seed.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._generator: torch.Generator | None = None
+        self._to_restore: tuple[str, torch.Tensor] | None = None
+
+    def on(self, device: torch.device) -> torch.Generator:
+        """Return the generator on a device."""
+        if self._generator is None or self._generator.device != device:
+            self._generator = torch.Generator(device).manual_seed(self.seed)
+            if self._to_restore is not None and self._to_restore[0] == device.type:
+                self._generator.set_state(self._to_restore[1])
+            self._to_restore = None
+        return self._generator
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = self._to_restore
+        if self._generator is not None:
+            saved = self._generator.device.type, self._generator.get_state()
+        device, state = (None, None) if saved is None else saved
+        return {"seed": self.seed, "device": device, "state": state}
+
+    def check_state(self, saved: object) -> None:
+        """Raise ``ValueError`` unless the state is one that :meth:`state_dict` returns."""
+        require_keys("generator state", saved, ("seed", "device", "state"))
+        assert isinstance(saved, Mapping)
+        require_whole("the generator's seed", saved["seed"], low=None)
+        state = saved["state"]
+        if state is not None and not isinstance(state, torch.Tensor):
+            raise ValueError(f"the generator's state must be a tensor, got {type(state).__name__}")
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self.seed = saved["seed"]
+        self._generator = None
+        self._to_restore = None
+        if saved["state"] is not None:
+            self._to_restore = saved["device"], saved["state"].to("cpu", torch.uint8, copy=True)

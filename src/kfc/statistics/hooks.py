@@ -1,0 +1,206 @@
+"""Hooks that record what flows through the layers while the model runs.
+
+A hook on the model opens a :class:`RecordedPass` if its listener wants statistics from this forward
+pass; hooks on the layers record their calls in it; a second hook on the model passes it and the
+model's output to the listener. Nothing is recorded in evaluation mode, without gradients, outside
+the model's own forward (as when checkpointing recomputes a part of it), or while suspended.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from kfc._torch import is_transformed
+from kfc.fisher.calls import ModelCall, autocast_of, is_suspended
+from kfc.fisher.randomness import accelerators_of, get_random_state
+from kfc.layers import Layer
+from kfc.statistics.backward import RecordedPass
+
+
+class Listener(Protocol):
+    """What the hooks report to.
+
+    Attributes:
+        records_random_state: whether passes will be run again from their initial random state.
+    """
+
+    records_random_state: bool
+
+    def new_pass(self) -> RecordedPass | None:
+        """Return a recorder for the coming forward pass, if it should give statistics."""
+
+    def end_pass(self, call: ModelCall, output: Any, recorded: RecordedPass | None) -> None:
+        """Process a forward pass in training mode."""
+
+
+class ModelHooks:
+    """The hooks on one model and its layers; they are removed with this object.
+
+    Args:
+        layers: the layers to record, by name.
+        listener: what the hooks report to; held weakly.
+        during_backward: gather derivatives in the user's own backward pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, Layer],
+        listener: Listener,
+        *,
+        during_backward: bool,
+    ) -> None:
+        refuse_hidden_layers(model)
+        self._layers = dict(layers)
+        self._listener = weakref.ref(listener)
+        self._during_backward = during_backward
+        # Per thread: a model may be evaluated in one thread while another trains it.
+        self._thread = threading.local()
+        self._handles: list[RemovableHandle] = []
+        me = weakref.ref(self)
+        self._add(model.register_forward_pre_hook, _Hook(me, "_before_model"))
+        for name, layer in self._layers.items():
+            for module in layer.modules:
+                self._add(module.register_forward_hook, _Hook(me, "_after_layer", name))
+        # Last, because hooks run in the order of registration and the model may be a layer itself.
+        self._add(model.register_forward_hook, _Hook(me, "_after_model"), always_call=True)
+        self.close = weakref.finalize(self, _remove_all, self._handles)
+
+    def _add(self, register: Callable[..., RemovableHandle], hook: _Hook, **options: bool) -> None:
+        self._handles.append(register(hook, with_kwargs=True, **options))
+
+    def _before_model(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        self._thread.running, self._thread.recorded = False, None
+        listener = self._listener()
+        if listener is None or not model.training:
+            return
+        if not torch.is_grad_enabled() or is_transformed():  # no plain backward can follow
+            return
+        self._thread.running = True
+        self._thread.random_state = None
+        if listener.records_random_state:
+            self._thread.random_state = get_random_state(accelerators_of(model))
+        self._thread.recorded = listener.new_pass()
+
+    def _after_layer(
+        self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        recorded: RecordedPass | None = getattr(self._thread, "recorded", None)
+        if recorded is None or name not in recorded.wanted or not self._layers[name].trained():
+            return
+        inputs = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
+        recorded.record(name, inputs, output, during_backward=self._during_backward)
+
+    def _after_model(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        recorded: RecordedPass | None = getattr(self._thread, "recorded", None)
+        running = getattr(self._thread, "running", False)
+        self._thread.running, self._thread.recorded = False, None
+        listener = self._listener()
+        failed = output is None and sys.exc_info()[0] is not None
+        if listener is None or not running or failed:
+            return
+        if recorded is not None and recorded.without_gradient:
+            _refuse_reentrant_checkpointing(recorded.without_gradient, output)
+        call = ModelCall(args, kwargs, autocast_of(model), self._thread.random_state)
+        listener.end_pass(call, output, recorded)
+
+
+class _Hook:
+    """Calls a method of a :class:`ModelHooks` object without keeping it alive.
+
+    A copied or unpickled model carries inert copies, so that it does not feed the original's
+    optimizer.
+    """
+
+    def __init__(self, owner: Callable[[], ModelHooks | None], method: str, *first: Any) -> None:
+        self.owner = owner
+        self.method = method
+        self.first = first
+
+    def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_compiling():
+            if self.method == "_before_model" and args[0].training:
+                _refuse_compiled()
+            return
+        owner = self.owner()
+        if owner is not None and not is_suspended():
+            getattr(owner, self.method)(*self.first, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inert_hook, ()
+
+
+def _inert_hook() -> _Hook:
+    return _Hook(_nothing, "")
+
+
+def _nothing() -> None:
+    return None
+
+
+def _remove_all(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
+
+
+def refuse_hidden_layers(model: nn.Module) -> None:
+    """Raise ``ValueError`` if hooks would not see the model's layers run."""
+    if isinstance(model, nn.DataParallel):
+        raise ValueError(
+            "the model is wrapped in DataParallel, which kfc does not support: its replicas would "
+            "not share their curvature; use DistributedDataParallel, or pass the plain module"
+        )
+    for name, module in model.named_modules():
+        where = f"submodule {name!r}" if name else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{where} is a ScriptModule, whose layers hooks cannot see; pass the eager module"
+            )
+        compiled = getattr(module, "_compiled_call_impl", None) is not None
+        if compiled or type(module).__name__ == "OptimizedModule":
+            raise ValueError(
+                f"{where} is compiled, which hides its layers from hooks; pass the module "
+                "without torch.compile"
+            )
+
+
+def _refuse_compiled() -> None:
+    raise RuntimeError(
+        "the model was compiled after its kfc optimizer was made: torch.compile hides its layers "
+        "from the hooks that gather statistics; train the eager module (a compiled one may "
+        "evaluate), or call optimizer.close() first"
+    )
+
+
+# The attribute that torch.compiler.disable sets, without the seconds that importing the compiler
+# takes: the call breaks the compiled graph, so that the error is raised when the model runs.
+_refuse_compiled._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _refuse_reentrant_checkpointing(layers: Iterable[str], output: Any) -> None:
+    """Raise if layers ran without a graph because they will be run again in the backward pass."""
+    seen: set[Node] = set()
+    roots = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    pending = [node for node in roots if node is not None]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise RuntimeError(
+                f"layers {sorted(layers)} run inside reentrant checkpointing, where their "
+                "derivatives cannot be taken; call torch.utils.checkpoint.checkpoint with "
+                "use_reentrant=False"
+            )
+        pending += [parent for parent, _ in node.next_functions if parent is not None]

@@ -1,0 +1,135 @@
+"""Results without the private parts of torch that the library uses where they exist."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.testing import assert_close
+
+import kfc
+from kfc import _torch
+
+
+def network():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize("missing", [(torch, "_make_dual"), (forward_ad, "_current_level")])
+def test_fisher_products(missing, monkeypatch):
+    model, inputs = network(), torch.randn(4, 2, 4, 4, dtype=torch.float64)
+    vector = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    expected = kfc.fisher.vector_product(model, inputs, vector)
+    form = kfc.fisher.quadratic_form(model, inputs, vector)
+    owner, name = missing
+    if owner is torch:
+        monkeypatch.delattr(owner, name)
+    else:  # forward_ad itself needs its level
+        monkeypatch.setattr(_torch, "forward_ad", WithoutLevel())
+    assert_close(kfc.fisher.vector_product(model, inputs, vector), expected, rtol=0, atol=0)
+    assert_close(kfc.fisher.quadratic_form(model, inputs, vector), form, rtol=0, atol=0)
+
+
+class WithoutLevel:
+    """``forward_ad`` with its public functions only."""
+
+    dual_level = staticmethod(forward_ad.dual_level)
+    make_dual = staticmethod(forward_ad.make_dual)
+
+
+TRANSFORMS = {
+    "grad": lambda f: torch.func.grad(f)(torch.ones(2)),
+    "vmap": lambda f: torch.vmap(f)(torch.ones(3, 2)),
+    "jvp": lambda f: torch.func.jvp(f, (torch.ones(2),), (torch.ones(2),)),
+    "vjp": lambda f: torch.func.vjp(f, torch.ones(2)),
+    "hessian": lambda f: torch.func.hessian(f)(torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("known_level", [True, False])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_functional_transforms_are_noticed(name, known_level, monkeypatch):
+    if not known_level:
+        monkeypatch.setattr(_torch, "forward_ad", WithoutLevel())
+    seen = []
+
+    def probed(x):
+        seen.append(_torch.is_transformed())
+        return x.square().sum()
+
+    assert not _torch.is_transformed()
+    TRANSFORMS[name](probed)
+    assert seen
+    assert all(seen)
+    assert not _torch.is_transformed()
+
+
+def test_forward_mode_is_noticed():
+    with forward_ad.dual_level():
+        assert _torch.is_transformed()
+    assert not _torch.is_transformed()
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_backward_that_keeps_its_graph(private, monkeypatch):
+    if not private:
+        monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    kept = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda derivative: kept.append(_torch.keeps_graph()))
+    for retain in (True, False):
+        x.square().sum().backward(retain_graph=retain)
+    assert kept == ([True, False] if private else [True, True])
+
+
+def test_empirical_statistics_if_the_graph_may_be_kept(monkeypatch):
+    def factors():
+        model = network()
+        optimizer = kfc.KFC(model, curvature=kfc.Kronecker(fisher="empirical"))
+        inputs = torch.arange(128, dtype=torch.float64).reshape(4, 2, 4, 4).sin()
+        loss = nn.functional.cross_entropy(model(inputs), torch.tensor([0, 1, 2, 0]))
+        loss.backward()
+        optimizer.step()
+        return [
+            f for pair in optimizer.factors.values() for f in (pair.activation, pair.derivative)
+        ]
+
+    expected = factors()
+    monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    assert_close(factors(), expected, rtol=0, atol=0)
+
+
+def test_decompositions_are_loaded_only_when_needed():
+    """As by a model that differentiates a layer normalisation in its forward pass."""
+    program = """
+import sys, torch, kfc
+from torch import nn
+
+class Slope(nn.Sequential):
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        with torch.enable_grad():
+            return torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)[0]
+
+def form(model):
+    return kfc.fisher.quadratic_form(
+        model, torch.ones(4, 2), [torch.ones_like(p) for p in model.parameters()]
+    )
+
+name = "torch._decomp.decompositions_for_jvp"
+form(nn.Linear(2, 3))
+assert name not in sys.modules
+form(Slope(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 3)))
+assert name in sys.modules
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+def test_process_groups():
+    assert _torch.group_timeout(SimpleNamespace()) is None
+    assert not _torch.is_in_join(SimpleNamespace())
