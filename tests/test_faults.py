@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kfc
-from kfc._torch import group_timeout
+from kfc._helpers import group_timeout
 from kfc.distributed.ranks import CollectiveError, Ranks
 from ranks import run_ranks, start_ranks
 

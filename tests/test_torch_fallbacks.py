@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.testing import assert_close
 
 import kfc
-from kfc import _torch
+from kfc import _helpers
 
 
 def network():
@@ -30,7 +30,7 @@ def test_fisher_products(missing, monkeypatch):
     if owner is torch:
         monkeypatch.delattr(owner, name)
     else:  # forward_ad itself needs its level
-        monkeypatch.setattr(_torch, "forward_ad", WithoutLevel())
+        monkeypatch.setattr(_helpers, "forward_ad", WithoutLevel())
     assert_close(kfc.fisher.vector_product(model, inputs, vector), expected, rtol=0, atol=0)
     assert_close(kfc.fisher.quadratic_form(model, inputs, vector), form, rtol=0, atol=0)
 
@@ -55,24 +55,24 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_functional_transforms_are_noticed(name, known_level, monkeypatch):
     if not known_level:
-        monkeypatch.setattr(_torch, "forward_ad", WithoutLevel())
+        monkeypatch.setattr(_helpers, "forward_ad", WithoutLevel())
     seen = []
 
     def probed(x):
-        seen.append(_torch.is_transformed())
+        seen.append(_helpers.is_transformed())
         return x.square().sum()
 
-    assert not _torch.is_transformed()
+    assert not _helpers.is_transformed()
     TRANSFORMS[name](probed)
     assert seen
     assert all(seen)
-    assert not _torch.is_transformed()
+    assert not _helpers.is_transformed()
 
 
 def test_forward_mode_is_noticed():
     with forward_ad.dual_level():
-        assert _torch.is_transformed()
-    assert not _torch.is_transformed()
+        assert _helpers.is_transformed()
+    assert not _helpers.is_transformed()
 
 
 @pytest.mark.parametrize("private", [True, False])
@@ -81,7 +81,7 @@ def test_a_backward_that_keeps_its_graph(private, monkeypatch):
         monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
     kept = []
     x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda derivative: kept.append(_torch.keeps_graph()))
+    x.register_hook(lambda derivative: kept.append(_helpers.keeps_graph()))
     for retain in (True, False):
         x.square().sum().backward(retain_graph=retain)
     assert kept == ([True, False] if private else [True, True])
@@ -131,5 +131,5 @@ assert name in sys.modules
 
 
 def test_process_groups():
-    assert _torch.group_timeout(SimpleNamespace()) is None
-    assert not _torch.is_in_join(SimpleNamespace())
+    assert _helpers.group_timeout(SimpleNamespace()) is None
+    assert not _helpers.is_in_join(SimpleNamespace())

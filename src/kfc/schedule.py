@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kfc._checks import require_keys, require_number, require_whole
+from kfc._helpers import require_keys, require_number, require_whole
 
 # Steps measured for a budget. The first warms up and counts only if it is the only one.
 MEASURED_STEPS = 6

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfc._checks import require_whole, widest
+from kfc._helpers import require_whole, widest
 from kfc.analysis.correlations import (
     DEFAULT_REACH,
     Maps,

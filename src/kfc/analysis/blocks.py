@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kfc._checks import require_number, widest
+from kfc._helpers import require_number, widest
 from kfc.analysis.krylov import (
     UnsolvableError,
     conjugate_gradients,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfc._checks import require_choice, require_number, require_whole
+from kfc._helpers import require_choice, require_number, require_whole
 from kfc.analysis.approximations import APPROXIMATIONS
 from kfc.analysis.blocks import DEFAULT_MAX_GIB, GIB, Block, TooLargeError, in_widest
 from kfc.analysis.exact import ExactBlock

@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from kfc._checks import require_whole, widest
+from kfc._helpers import require_whole, widest
 from kfc.analysis.recording import CHUNK_ELEMENTS, LayerRecord
 from kfc.layers import ConvolutionLayer
 

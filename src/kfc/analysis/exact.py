@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfc._checks import require_number, widest
+from kfc._helpers import require_number, widest
 from kfc.analysis.blocks import DEFAULT_MAX_GIB, GIB, Block, reciprocal
 from kfc.analysis.recording import LayerRecord, record_layer
 from kfc.analysis.training import diagonal

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from kfc._checks import require_whole
+from kfc._helpers import require_whole
 from kfc.fisher.buffers import SavedBuffers
 from kfc.fisher.calls import suspended, without_autocast
 from kfc.fisher.likelihoods import Likelihood, resolve_likelihood

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kfc._checks import require_keys
+from kfc._helpers import require_keys
 from kfc.curvature.kronecker import Factors, Shape
 from kfc.curvature.statistics import LayerStatistics
 from kfc.layers import Layer

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kfc._checks import raise_differences, require_choice, require_keys
+from kfc._helpers import raise_differences, require_choice, require_keys
 from kfc.curvature.kronecker import INVERSES, Shape, trace
 from kfc.curvature.layer import Block, Inverse, LayerState
 from kfc.curvature.options import Approximation

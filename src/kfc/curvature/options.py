@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kfc._checks import require_choice, require_number, require_whole
+from kfc._helpers import require_choice, require_number, require_whole
 from kfc.curvature.channels import ChannelCurvature
 from kfc.curvature.diagonal import DiagonalCurvature
 from kfc.curvature.ekfac import EKFACCurvature

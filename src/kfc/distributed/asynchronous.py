@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kfc._checks import require_keys, require_whole
+from kfc._helpers import require_keys, require_whole
 from kfc.curvature.layer import Block, Inverse
 from kfc.curvature.model import ModelCurvature
 from kfc.distributed.options import Parallel

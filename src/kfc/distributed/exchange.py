@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kfc._checks import widest
+from kfc._helpers import widest
 from kfc.curvature.model import MomentLayout
 from kfc.curvature.statistics import BatchStatistics, Moment
 from kfc.distributed.packing import from_wire, is_folded, to_wire, wire_numbers

@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 
-from kfc._checks import require_choice, require_whole
+from kfc._helpers import require_choice, require_whole
 
 # As text: torch may have been built without process groups.
 Group: TypeAlias = "dist.ProcessGroup | Literal['auto'] | None"

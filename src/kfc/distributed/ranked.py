@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfc._checks import all_finite
+from kfc._helpers import all_finite
 from kfc.curvature.layer import LayerCurvature
 from kfc.curvature.model import MomentLayout
 from kfc.curvature.statistics import BatchStatistics

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kfc._torch import group_timeout, is_in_join
+from kfc._helpers import group_timeout, is_in_join
 from kfc.distributed.options import Group
 
 # Large enough for few calls, small enough to send one bucket while the next is packed.

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kfc._checks import require_choice, require_number
+from kfc._helpers import require_choice, require_number
 
 Reduction = Literal["mean", "batchmean", "sum"]
 REDUCTIONS = ("mean", "batchmean", "sum")

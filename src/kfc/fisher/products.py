@@ -22,8 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
-from kfc._checks import widest
-from kfc._torch import load_decompositions, make_dual
+from kfc._helpers import load_decompositions, make_dual, widest
 from kfc.fisher.calls import ModelCall, autocast_of, suspended, without_autocast
 from kfc.fisher.likelihoods import Likelihood, resolve_likelihood
 from kfc.fisher.randomness import accelerators_of, forked_random_state

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
-from kfc._checks import require_choice, require_number, require_whole
+from kfc._helpers import require_choice, require_number, require_whole
 
 
 class ConfigError(Exception):

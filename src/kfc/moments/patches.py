@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfc._checks import require_choice, require_whole
+from kfc._helpers import require_choice, require_whole
 from kfc.moments.correlation import (
     Axis,
     coarse_axis,

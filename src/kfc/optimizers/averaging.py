@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfc._checks import moved
+from kfc._helpers import moved
 
 # The key of a parameter's average in the optimizer's state.
 KEY = "average"

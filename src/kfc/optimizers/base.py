@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from kfc._checks import moved, raise_differences, require_keys, require_number
+from kfc._helpers import moved, raise_differences, require_keys, require_number
 from kfc.optimizers.access import CurvatureAccess
 from kfc.optimizers.averaging import (
     has_average,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kfc._checks import moved, require_keys
+from kfc._helpers import moved, require_keys
 from kfc.optimizers.options import FisherClip
 
 # ν is assumed to be below MARGIN times what the largest recent ratio predicts.

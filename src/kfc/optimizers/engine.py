@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfc._checks import all_finite, largest_entries, moved, require_keys, require_whole
+from kfc._helpers import all_finite, largest_entries, moved, require_keys, require_whole
 from kfc.curvature.model import ModelCurvature
 from kfc.curvature.options import CurvatureChoice, resolve_curvature
 from kfc.curvature.statistics import BatchStatistics

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from kfc._checks import require_number
+from kfc._helpers import require_number
 from kfc.layers import Plan
 
 # The options of a group, and the bound that each must be below (all must be at least 0).

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfc._checks import moved, require_keys, require_number
+from kfc._helpers import moved, require_keys, require_number
 from kfc.curvature.options import CurvatureChoice
 from kfc.distributed.options import Parallel
 from kfc.fisher.likelihoods import Likelihood

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from kfc._checks import all_finite, largest_entries
+from kfc._helpers import all_finite, largest_entries
 from kfc.distributed.reducer import Reducer
 from kfc.fisher.buffers import SavedBuffers
 from kfc.fisher.calls import suspended

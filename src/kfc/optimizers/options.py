@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from kfc._checks import require_number, require_whole
+from kfc._helpers import require_number, require_whole
 
 
 @dataclass(frozen=True)

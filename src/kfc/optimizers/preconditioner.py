@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kfc._checks import require_number
+from kfc._helpers import require_number
 from kfc.curvature.options import CurvatureChoice
 from kfc.distributed.options import Parallel
 from kfc.fisher.likelihoods import Likelihood

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfc._checks import widest
+from kfc._helpers import widest
 
 
 @dataclass(frozen=True)

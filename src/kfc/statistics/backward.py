@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from kfc._torch import keeps_graph
+from kfc._helpers import keeps_graph
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.fisher.calls import without_autocast
 from kfc.schedule import now

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kfc._checks import all_finite
+from kfc._helpers import all_finite
 from kfc.curvature.model import ModelCurvature, MomentLayout
 from kfc.curvature.statistics import BatchStatistics
 from kfc.distributed.reducer import Reducer

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kfc._checks import require_keys, require_whole
+from kfc._helpers import require_keys, require_whole
 
 
 class OwnGenerator:

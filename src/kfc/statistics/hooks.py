@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from kfc._torch import is_transformed
+from kfc._helpers import is_transformed
 from kfc.fisher.calls import ModelCall, autocast_of, is_suspended
 from kfc.fisher.randomness import accelerators_of, get_random_state
 from kfc.layers import Layer

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kfc._checks import require_number
+from kfc._helpers import require_number
 from kfc.lab.config import LIMITS, ConfigError, RunConfig, make_config
 from kfc.lab.optimizers import is_installed
 from kfc.lab.runs import RunError, clear_disk_errors, create_folder, write_json

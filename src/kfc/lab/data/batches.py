@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from kfc._checks import require_whole
+from kfc._helpers import require_whole
 from kfc.lab.data.datasets import Split
 from kfc.lab.data.inputs import Inputs
 
