@@ -192,7 +192,6 @@ def test_parallel_refuses_options_without_effect(options, message):
 @pytest.mark.parametrize(
     ("fixed", "option", "value"),
     [
-        ("model_damping", "model_damping_period", 3),
         ("model_damping", "model_damping_decrease", 0.5),
         ("model_damping", "initial_model_damping", 0.5),
         ("factor_damping", "factor_damping_period", 3),
@@ -202,6 +201,13 @@ def test_parallel_refuses_options_without_effect(options, message):
 def test_adaptation_refuses_options_without_effect(fixed, option, value):
     with pytest.raises(ValueError, match=f"{option} has no effect with a fixed {fixed}"):
         kfc.Adaptation(**{fixed: 0.1, option: value})
+
+
+def test_the_period_of_measurements_has_an_effect_unless_everything_is_fixed():
+    kfc.Adaptation(model_damping=0.1, model_damping_period=3)  # α and μ are still chosen
+    kfc.Adaptation(model_damping=0.1, model_damping_period=3, lr=0.1)  # μ is
+    with pytest.raises(ValueError, match="model_damping_period has no effect with a fixed"):
+        kfc.Adaptation(model_damping=0.1, model_damping_period=3, lr=0.1, momentum=0.5)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 import kfc
-from kfc.statistics import collector as gathering
+from kfc.statistics import collector
 from ranks import run_ranks
-from test_distributed import KFC_OPTIONS, WHOLE, assert_same, batches, pieces, trained_by_kfc
+from test_distributed import (
+    EXACT,
+    KFC_OPTIONS,
+    WHOLE,
+    assert_same,
+    batches,
+    pieces,
+    trained_by_kfc,
+)
 
 
 class AllReduce(torch.autograd.Function):
@@ -83,7 +91,7 @@ class MostLikely(kfc.fisher.likelihoods.Categorical):
 
 def trained(model, run, part, options, steps=10):
     # Not often: the exact Fisher takes 36 backward passes, in each of which the ranks meet.
-    result = trained_by_kfc(model, run, part, {"statistics_period": 4, **options}, steps)
+    result = trained_by_kfc(model, run, part, {"schedule": kfc.Periods(4, 3), **options}, steps)
     return result | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
@@ -98,13 +106,13 @@ def trained_by_ranks(rank, size, options, uneven):
     [
         (2, False, {}),
         (3, True, {}),
-        (4, True, {"fisher": "sampled", "likelihood": MostLikely()}),
+        (4, True, {"curvature": "kfc", "likelihood": MostLikely()}),
     ],
 )
 def test_ranks_equal_one_process_with_plain_batch_norm(size, uneven, options):
     alone = network()
     expected = trained(alone, alone, WHOLE, options)
-    assert (expected["norms"] > KFC_OPTIONS["fisher_clip"]).any()  # so it did clip
+    assert (expected["norms"] > KFC_OPTIONS["clip"].limit).any()  # so it did clip
     for found in run_ranks(trained_by_ranks, size, size, options, uneven):
         assert_same(found, expected)
 
@@ -120,7 +128,7 @@ def products(model, images):
 
 
 def derivative_factors(model, images, **options):
-    preconditioner = kfc.Preconditioner(model, fisher="exact", **options)
+    preconditioner = kfc.Preconditioner(model, curvature=EXACT, **options)
     try:
         model(images)
         preconditioner.step()
@@ -137,9 +145,9 @@ def products_and_factors_by_ranks(rank, size):
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
     assert not any("forward" in vars(module) for module in model.modules())
     factors = derivative_factors(model, images, likelihood=SUM)
-    with pytest.raises(ValueError, match="give it the ranks' process_group"):
-        derivative_factors(model, images, process_group=None)
-    gathering.MAX_EXACT_COLUMNS = 35
+    with pytest.raises(ValueError, match=r"pass the ranks' group: parallel=kfc.Parallel\(group="):
+        derivative_factors(model, images, parallel=kfc.Parallel(group=None))
+    collector.MAX_EXACT_COLUMNS = 35
     with pytest.raises(ValueError, match=r"the 36 columns .* of 3 ranks"):
         derivative_factors(model, images)
     return parts, factors
