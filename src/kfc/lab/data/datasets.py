@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-ROWS_PER_CHUNK = 4096
 
 
 class DataError(Exception):
@@ -42,39 +41,43 @@ class Splits:
 
 
 @dataclass(frozen=True, eq=False)
-class Dataset:
-    """A data set ready for use; ``digest`` is the hash of its decoded content."""
+class Dataset(Splits):
+    """A data set ready for use.
+
+    Attributes:
+        digest: the hash of its decoded content.
+        is_official: whether it was decoded from the files as published.
+    """
 
     name: str
     classes: int
-    train: Split
-    test: Split
     digest: str
+    is_official: bool
 
 
-def content_digest(data: Splits | Dataset) -> str:
+def chunks(array: NDArray[Any], rows: int = 4096) -> Iterator[NDArray[Any]]:
+    """Yield the rows of an array in chunks whose copies need little memory."""
+    for start in range(0, len(array), rows):
+        yield array[start : start + rows]
+
+
+def content_digest(data: Splits) -> str:
     """Return the sha256 of the types, shapes and values of both splits."""
     digest = hashlib.sha256()
     for split in (data.train, data.test):
         for array, dtype in ((split.images, "|u1"), (split.labels, "<i8")):
             digest.update(f"{dtype} {array.shape}\n".encode())
-            for start in range(0, len(array), ROWS_PER_CHUNK):
-                rows = array[start : start + ROWS_PER_CHUNK]
+            for rows in chunks(array):
                 digest.update(np.ascontiguousarray(rows, dtype=dtype).data)
     return digest.hexdigest()
 
 
-def _reference(array: NDArray[Any]) -> NDArray[Any] | dict[str, Any]:
+def _reference(array: NDArray[Any]) -> NDArray[Any] | tuple[Any, ...]:
     """Return the arguments that map the same file again, or the array if it maps no whole file."""
     if not (isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap)):
         return np.asarray(array)
     assert array.filename is not None  # numpy sets it for every file
-    return {
-        "filename": Path(array.filename).resolve(),
-        "dtype": array.dtype.str,
-        "offset": array.offset,
-        "shape": array.shape,
-    }
+    return Path(array.filename).resolve(), array.dtype.str, "r", array.offset, array.shape
 
 
 def _open_split(images: Any, labels: Any) -> Split:
@@ -82,4 +85,4 @@ def _open_split(images: Any, labels: Any) -> Split:
 
 
 def _open(reference: Any) -> Any:
-    return np.memmap(mode="r", **reference) if isinstance(reference, dict) else reference
+    return np.memmap(*reference) if isinstance(reference, tuple) else reference

@@ -10,13 +10,13 @@ import hashlib
 import io
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from kfc.lab.data.datasets import DataError
 
-Read = Callable[[str], bytes]
-"""Returns the content of a file by name; raises DataError if it is missing or too large."""
+Files = Mapping[str, bytes]
 
 ARCHIVE_MARGIN = 4 << 20  # bytes for headers, padding and small extra files (a readme)
 MAX_MEMBERS = 100  # the known archives have a dozen
@@ -45,46 +45,40 @@ def file_in(folder: Path, name: str) -> Path | None:
     return next((path for path in candidates if path.exists()), None)
 
 
-def folder_reader(folder: Path, limits: Mapping[str, int]) -> Read:
-    """Return a function that reads files of a folder."""
-
-    def read(name: str) -> bytes:
+def read_folder(folder: Path, limits: Mapping[str, int]) -> Files:
+    """Return the files of a folder, whose maximum sizes are ``limits``."""
+    files = {}
+    for name, limit in limits.items():
         path = file_in(folder, name)
         if path is None:
             raise DataError(f"{name} is missing")
-        return read_limited(path, limits[name])
+        files[name] = read_limited(path, limit)
+    return files
 
-    return read
 
-
-def archive_reader(path: Path, root: str, limits: Mapping[str, int]) -> Read:
-    """Return a function that reads files in the folder ``root`` of a .tar.gz archive.
-
-    The whole archive is decompressed into memory.
-    """
+def read_archive(path: Path, root: str, limits: Mapping[str, int]) -> Files:
+    """Return the files in the folder ``root`` of a .tar.gz archive."""
     content = read_limited(path, sum(limits.values()) + ARCHIVE_MARGIN)
     try:
         archive = tarfile.TarFile(fileobj=io.BytesIO(content))
         members = {member.name: member for member in _members(archive)}
     except Exception as error:  # tarfile raises many types of exceptions on crafted headers
         raise DataError(f"{path.name} is not a valid tar archive ({error})") from error
-
-    def read(name: str) -> bytes:
+    files = {}
+    for name, limit in limits.items():
         member = members.get(f"{root}/{name}")
         if member is None or not member.isreg():
             raise DataError(f"{path.name} has no file {root}/{name}")
-        if member.size > limits[name]:
-            raise DataError(f"{name} in {path.name} holds more than {limits[name]:,} bytes")
+        if member.size > limit:
+            raise DataError(f"{name} in {path.name} holds more than {limit:,} bytes")
         try:
             file = archive.extractfile(member)
-            data = file.read() if file else b""
+            files[name] = file.read() if file else b""
         except Exception as error:  # sparse maps and offsets may be crafted, too
             raise DataError(f"{name} in {path.name} cannot be read ({error})") from error
-        if len(data) != member.size:
+        if len(files[name]) != member.size:
             raise DataError(f"{name} in {path.name} is truncated")
-        return data
-
-    return read
+    return files
 
 
 def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
@@ -108,11 +102,11 @@ def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 def checksum(path: Path, like: str = "md5:") -> str:
     """Return a file's checksum in the form of another one, such as ``md5:0123...``."""
     algorithm = like.split(":")[0]
-    digest = hashlib.new(algorithm, usedforsecurity=False)
     try:
         with path.open("rb") as file:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
+            digest = hashlib.file_digest(
+                file, partial(hashlib.new, algorithm, usedforsecurity=False)
+            )
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     return f"{algorithm}:{digest.hexdigest()}"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from platformdirs import user_cache_path
+from rich.console import Console
 
-from kfc.lab.data.cache import UnusableCacheError, cache_folder, open_cache, write_cache
-from kfc.lab.data.catalogue import Entry, entry_named
+from kfc.lab.data.cache import cache_folder, open_cache, write_cache
+from kfc.lab.data.catalogue import CATALOGUE, Entry
 from kfc.lab.data.datasets import DataError, Dataset, content_digest
-from kfc.lab.data.progress import Reporter
-from kfc.lab.data.raw import Raw, decode_own, find_raw, verify
-from kfc.lab.data.sources import obtain
+from kfc.lab.data.raw import decode_own, find_raw, verify
+from kfc.lab.data.sources import note_console, obtain
 
 ATTEMPTS = 3
 
@@ -41,31 +42,31 @@ def load(name: str, folder: Path | None = None, *, progress: bool = True) -> Dat
 
     On first use it is fetched and decoded; later calls map the decoded files into memory.
     """
-    return load_entry(entry_named(name), data_folder(folder), Reporter(progress))
+    if name not in CATALOGUE:
+        raise DataError(f"There is no data set {name!r}. Choose one of {', '.join(CATALOGUE)}.")
+    return load_entry(CATALOGUE[name], data_folder(folder), note_console(shown=progress))
 
 
-def load_entry(entry: Entry, folder: Path, reporter: Reporter) -> Dataset:
+def load_entry(entry: Entry, folder: Path, notes: Console) -> Dataset:
     """Return the data set of a catalogue entry; see ``load``."""
     if entry.embedded:
-        splits = entry.embedded()
-        digest = verify(entry, splits)
-        return Dataset(entry.name, entry.classes, splits.train, splits.test, digest)
+        return verify(entry, entry.embedded(), is_official=True)
     # Another process that finds the cache unusable may replace it while this one opens it.
     for _ in range(ATTEMPTS):
         try:
-            return open_cache(entry, folder)[0]
-        except UnusableCacheError as reason:
+            return open_cache(entry, folder)
+        except DataError as reason:
             if cache_folder(entry, folder).exists():
-                reporter.note(f"Decoding {entry.name} again: its cache is unusable ({reason})")
-        write_cache(entry, folder, obtain(entry, folder, reporter))
-    return open_cache(entry, folder)[0]
+                notes.print(f"Decoding {entry.name} again: its cache is unusable ({reason})")
+        write_cache(entry, folder, *obtain(entry, folder, notes))
+    return open_cache(entry, folder)
 
 
 def decoded_already(entry: Entry, folder: Path) -> Dataset | None:
     """Return the data set if it has a usable cache; nothing is fetched or decoded."""
     try:
-        return open_cache(entry, folder)[0]
-    except UnusableCacheError:
+        return open_cache(entry, folder)
+    except DataError:
         return None
 
 
@@ -89,44 +90,43 @@ class CheckResult:
 def check_entry(entry: Entry, folder: Path) -> Iterator[CheckResult]:
     """Verify the hashes of all local copies of the data set; having none is a failure."""
     if entry.embedded:
-        yield CheckResult(True, f"embedded: sha256 {verify(entry, entry.embedded())}")
+        digest = verify(entry, entry.embedded(), is_official=True).digest
+        yield CheckResult(True, f"embedded: sha256 {digest}")
         return
-    results = [_check_raw(entry, folder, raw) for raw in find_raw(entry, folder)]
-    if cache_folder(entry, folder).exists():
-        results.insert(0, _check_cache(entry, folder))
+    home = cache_folder(entry, folder)
+    copies: list[tuple[Path, Callable[[], Dataset | None]]] = []
+    if home.exists():
+        copies.append((home, partial(_verified_cache, entry, folder)))
+    for raw in find_raw(entry, folder):
+        copies.append((raw.path, partial(decode_own, entry, folder, raw)))
+    results = [_check(entry, path, read) for path, read in copies]
     missing = CheckResult(False, f"not in {folder}; `kfc data get {entry.name}` fetches it")
     yield from [result for result in results if result] or [missing]
 
 
-def _check_cache(entry: Entry, folder: Path) -> CheckResult:
+def _verified_cache(entry: Entry, folder: Path) -> Dataset:
     home = cache_folder(entry, folder)
-    remedy = f"Remove {home}, and it will be decoded again."
     try:
-        dataset, record = open_cache(entry, folder)
-    except UnusableCacheError as error:
-        return CheckResult(False, f"{home}: {error}. {remedy}")
-    found = content_digest(dataset)
-    if found != record.digest:
-        return CheckResult(False, f"{home}: sha256 {found}, not {record.digest}. {remedy}")
-    counts = f"{len(dataset.train):,} + {len(dataset.test):,} examples"
-    origin = _describe_origin(entry, record.official)
-    return CheckResult(True, f"{home}: {counts}, sha256 {found}, {origin}")
+        dataset = open_cache(entry, folder)
+        if (found := content_digest(dataset)) != dataset.digest:
+            raise DataError(f"sha256 {found}, not {dataset.digest}")
+    except DataError as error:
+        raise DataError(f"{home}: {error}. Remove {home}, and it will be decoded again.") from error
+    return dataset
 
 
-def _check_raw(entry: Entry, folder: Path, raw: Raw) -> CheckResult | None:
+def _check(entry: Entry, path: Path, read: Callable[[], Dataset | None]) -> CheckResult | None:
     try:
-        content = decode_own(entry, folder, raw)
+        dataset = read()
     except DataError as error:
         return CheckResult(False, str(error))
-    if content is None:
+    if dataset is None:  # the files are those of another data set
         return None
-    origin = _describe_origin(entry, raw.is_official)
-    return CheckResult(True, f"{raw.path}: sha256 {content.digest}, {origin}")
-
-
-def _describe_origin(entry: Entry, official: bool) -> str:
-    if official:
-        return "from the files as published"
-    if entry.digest:
-        return "the known content, but from other files than the published ones"
-    return "not the official files, but others in the same format"
+    if dataset.is_official:
+        origin = "from the files as published"
+    elif entry.digest:
+        origin = "the known content, but from other files than the published ones"
+    else:
+        origin = "not the official files, but others in the same format"
+    counts = f"{len(dataset.train):,} + {len(dataset.test):,} examples"
+    return CheckResult(True, f"{path}: {counts}, sha256 {dataset.digest}, {origin}")

@@ -19,15 +19,14 @@ from numpy.typing import NDArray
 
 from kfc.lab.data.datasets import DataError
 
-CONSTANTS = {"NONE", "NEWTRUE", "NEWFALSE", "INT", "LONG1", "BININT", "BININT1", "BININT2"}
 STRINGS = {"SHORT_BINSTRING", "BINSTRING", "UNICODE", "BINUNICODE"}
 TUPLES = {"EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
-LISTS = {"EMPTY_LIST", "LIST", "APPEND", "APPENDS"}
-DICTIONARIES = {"EMPTY_DICT", "DICT", "SETITEM", "SETITEMS"}
 PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
 GETS = {"GET", "BINGET", "LONG_BINGET"}
-OTHERS = {"PROTO", "MARK", "GLOBAL", "REDUCE", "BUILD", "STOP"}
-ALLOWED = set().union(CONSTANTS, STRINGS, TUPLES, LISTS, DICTIONARIES, PUTS, GETS, OTHERS)
+ALLOWED = STRINGS | TUPLES | PUTS | GETS
+ALLOWED |= {"NONE", "NEWTRUE", "NEWFALSE", "INT", "LONG1", "BININT", "BININT1", "BININT2"}
+ALLOWED |= {"EMPTY_LIST", "LIST", "APPEND", "APPENDS", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS"}
+ALLOWED |= {"PROTO", "MARK", "GLOBAL", "REDUCE", "BUILD", "STOP"}
 REUSABLE = STRINGS | {"GLOBAL", "REDUCE"}
 MAX_OPCODES = 1 << 20  # a batch has about 50,000
 MAX_TUPLES = 20  # that are not the arguments of a call; a batch has four
@@ -88,15 +87,15 @@ class _Unpickler(pickle.Unpickler):
         return text.encode("latin1")
 
 
-def read_pickle(name: str, content: bytes) -> object:
-    """Return the pickled object; arrays in a dictionary are uint8 numpy arrays."""
+def read_pickle(name: str, content: bytes) -> dict[Any, Any]:
+    """Return the pickled dictionary; its arrays are uint8 numpy arrays."""
     try:
         _check_opcodes(content)
         value = _Unpickler(content).load()
     except Exception as error:  # the unpickler raises any type of exception on damaged files
         raise DataError(f"{name} is not a pickle of plain data: {error}") from error
     if not isinstance(value, dict):
-        return value
+        raise DataError(f"{name} does not hold a dictionary")
     return {k: v.values if isinstance(v, _Array) else v for k, v in value.items()}
 
 

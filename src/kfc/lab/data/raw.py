@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kfc.lab.data.catalogue import Entry, Form, owner_of
-from kfc.lab.data.datasets import DataError, Split, Splits, content_digest
-from kfc.lab.data.files import Read, archive_reader, checksum, file_in, folder_reader
+from kfc.lab.data.catalogue import CATALOGUE, Entry, Form
+from kfc.lab.data.datasets import DataError, Dataset, Splits, content_digest
+from kfc.lab.data.files import Files, checksum, file_in, read_archive, read_folder
 
 
 class AnotherSetError(DataError):
@@ -24,8 +24,9 @@ class Raw:
 
     @property
     def files(self) -> list[Path]:
+        """The archive, or the files in the folder."""
         if self.path.is_dir():
-            found = (file_in(self.path, name) for name in self.form.limits)
+            found = (file_in(self.path, name) for name in self.form.files)
             return [path for path in found if path]
         return [self.path]
 
@@ -37,19 +38,11 @@ class Raw:
             expected and checksum(path, expected) == expected for path, expected in published
         )
 
-    def reader(self) -> Read:
+    def read(self) -> Files:
+        """Return the content of the files."""
         if self.path.is_dir():
-            return folder_reader(self.path, self.form.limits)
-        return archive_reader(self.path, self.form.root, self.form.limits)
-
-
-@dataclass(frozen=True, eq=False)
-class Verified:
-    """Verified content, its digest, and the files it came from."""
-
-    splits: Splits
-    digest: str
-    raw: Raw
+            return read_folder(self.path, self.form.files)
+        return read_archive(self.path, self.form.root or "", self.form.files)
 
 
 def find_raw(entry: Entry, folder: Path) -> Iterator[Raw]:
@@ -61,15 +54,15 @@ def find_raw(entry: Entry, folder: Path) -> Iterator[Raw]:
     for place in (folder / entry.name, folder):
         for form in entry.forms:
             for path in _paths_of(form, place):
-                found.setdefault((path, frozenset(form.limits)), Raw(form, path))
+                found.setdefault((path, frozenset(form.files)), Raw(form, path))
     yield from found.values()
 
 
 def _paths_of(form: Form, place: Path) -> Iterator[Path]:
     if form.archive and (place / form.archive).exists():
         yield place / form.archive
-    for directory in dict.fromkeys((place / form.root, place)):
-        if all(file_in(directory, name) for name in form.limits):
+    for directory in dict.fromkeys((place / (form.root or ""), place)):
+        if all(file_in(directory, name) for name in form.files):
             yield directory
 
 
@@ -77,13 +70,13 @@ def describe_missing(entry: Entry, folder: Path) -> str:
     """Return a message that names the missing files if some, but not all, are in the folder."""
     for place in (folder / entry.name, folder):
         for form in entry.forms:
-            missing = [name for name in form.limits if not file_in(place, name)]
-            if 0 < len(missing) < len(form.limits):
+            missing = [name for name in form.files if not file_in(place, name)]
+            if 0 < len(missing) < len(form.files):
                 return f"{place} lacks {', '.join(missing)}"
     return f"no files of {entry.name} in {folder} or {folder / entry.name}"
 
 
-def decode_own(entry: Entry, folder: Path, raw: Raw) -> Verified | None:
+def decode_own(entry: Entry, folder: Path, raw: Raw) -> Dataset | None:
     """Decode as ``decode_raw`` does; return None for another set's files in the shared folder.
 
     MNIST and Fashion-MNIST have the same file names, so the folder that all data sets share may
@@ -97,7 +90,7 @@ def decode_own(entry: Entry, folder: Path, raw: Raw) -> Verified | None:
         return None
 
 
-def decode_raw(entry: Entry, raw: Raw) -> Verified:
+def decode_raw(entry: Entry, raw: Raw) -> Dataset:
     """Decode and verify the files.
 
     Raises:
@@ -105,8 +98,7 @@ def decode_raw(entry: Entry, raw: Raw) -> Verified:
             catalogue.
     """
     try:
-        splits = raw.form.decode(raw.reader())
-        return Verified(splits, verify(entry, splits), raw)
+        return verify(entry, raw.form.decode(raw.read()), raw.is_official)
     except DataError as error:
         raise type(error)(_refusal(entry, raw, str(error))) from error
     except Exception as error:  # a crafted file may raise any exception of a library
@@ -117,35 +109,37 @@ def decode_raw(entry: Entry, raw: Raw) -> Verified:
 def _refusal(entry: Entry, raw: Raw, reason: str) -> str:
     lines = [f"{raw.path} is not valid as {entry.name}: {reason}"]
     for path in filter(Path.is_file, raw.files):
-        line = f"  {path.name}: "
-        if published := raw.form.checksums.get(path.name):
-            line += f"{checksum(path, published)}, published as {published}"
-        else:
-            line += checksum(path)
-        lines.append(line)
+        published = raw.form.checksums.get(path.name)
+        suffix = f", published as {published}" if published else ""
+        lines.append(f"  {path.name}: {checksum(path, published or 'md5')}{suffix}")
     return "\n".join([*lines, "Remove or replace it."])
 
 
-def verify(entry: Entry, splits: Splits) -> str:
-    """Return the digest of the content if it has the shapes, counts and digest of the entry."""
-    check_structure(entry, "training", splits.train, entry.train)
-    check_structure(entry, "test", splits.test, entry.test)
+def verify(entry: Entry, splits: Splits, is_official: bool) -> Dataset:
+    """Return the data set if the content has the shapes, counts and digest of the entry."""
+    check_structure(entry, splits)
     digest = content_digest(splits)
     if entry.digest not in (None, digest):
         message = f"the content has sha256 {digest}, not {entry.digest}"
-        if owner := owner_of(digest):
-            raise AnotherSetError(f"{message}; this is the content of {owner}")
+        for other in CATALOGUE.values():
+            if other.digest == digest:
+                raise AnotherSetError(f"{message}; this is the content of {other.name}")
         raise DataError(message)
-    return digest
+    return Dataset(splits.train, splits.test, entry.name, entry.classes, digest, is_official)
 
 
-def check_structure(entry: Entry, title: str, split: Split, count: int) -> None:
+def check_structure(entry: Entry, splits: Splits) -> None:
     """Raise a DataError unless shapes, number of examples and labels are those of the entry."""
-    if split.images.shape[1:] != entry.shape:
-        raise DataError(f"the {title} images are {split.images.shape[1:]}, not {entry.shape}")
-    if len(split.images) != len(split.labels):
-        raise DataError(f"{len(split.images):,} {title} images, but {len(split.labels):,} labels")
-    if not (len(split) == count if entry.digest else 0 < len(split) <= count):
-        raise DataError(f"{len(split):,} {title} examples instead of {count:,}")
-    if split.labels.min() < 0 or split.labels.max() >= entry.classes:
-        raise DataError(f"there are {title} labels outside 0 to {entry.classes - 1}")
+    for title, split, count in (
+        ("training", splits.train, entry.train),
+        ("test", splits.test, entry.test),
+    ):
+        images, labels = split.images, split.labels
+        if images.shape[1:] != entry.shape:
+            raise DataError(f"the {title} images are {images.shape[1:]}, not {entry.shape}")
+        if len(images) != len(labels):
+            raise DataError(f"{len(images):,} {title} images, but {len(labels):,} labels")
+        if not (len(labels) == count if entry.digest else 0 < len(labels) <= count):
+            raise DataError(f"{len(labels):,} {title} examples instead of {count:,}")
+        if labels.min() < 0 or labels.max() >= entry.classes:
+            raise DataError(f"there are {title} labels outside 0 to {entry.classes - 1}")

