@@ -10,8 +10,8 @@ from torch import nn
 
 import kfc
 from kfc.lab.networks import NETWORKS, NetworkError, build
-from kfc.lab.networks.cuda_convnet import WithinMapNormalisation
 from kfc.lab.networks.resnet import ResidualBlock
+from kfc.lab.networks.sequential import WithinMapNormalisation
 from kfc.lab.tasks import TASKS
 
 NAMES = list(NETWORKS)

@@ -14,13 +14,14 @@ from functools import partial
 import torch
 from torch import nn
 
-from kfc.lab.networks.cuda_convnet import WEIGHT_COSTS, cuda_convnet
-from kfc.lab.networks.initialisation import INITIALISATIONS
-from kfc.lab.networks.resnet import ResNet
+from kfc.lab.networks.initialisation import initialise
+from kfc.lab.networks.resnet import ResNet20
 from kfc.lab.networks.sequential import (
     DIGITS_SIZES,
     MNIST_SIZES,
+    WEIGHT_COSTS,
     autoencoder,
+    cuda_convnet,
     digits,
     svhn_convnet,
     vgg,
@@ -55,7 +56,6 @@ class Network:
     task: str = "classification"
 
 
-_autoencoder = partial(Network, inits=("glorot",), inputs="unit", task="reconstruction")
 _cuda_convnet = partial(
     Network,
     image_sizes=(32,),
@@ -63,6 +63,7 @@ _cuda_convnet = partial(
     weight_costs=WEIGHT_COSTS,
     inputs="centred",
 )
+_autoencoder = partial(Network, inits=("glorot",), inputs="unit", task="reconstruction")
 
 NETWORKS: Mapping[str, Network] = {
     "cuda-convnet": _cuda_convnet(cuda_convnet),
@@ -70,14 +71,12 @@ NETWORKS: Mapping[str, Network] = {
     "cuda-convnet-avg": _cuda_convnet(partial(cuda_convnet, pooling=("average",) * 3)),
     "cuda-convnet-max": _cuda_convnet(partial(cuda_convnet, pooling=("max",) * 3)),
     "svhn-convnet": Network(svhn_convnet, (32,)),
-    "resnet20": Network(ResNet, ()),
-    "resnet20-nobn": Network(partial(ResNet, normalised=False), ()),
+    "resnet20": Network(ResNet20, ()),
+    "resnet20-nobn": Network(partial(ResNet20, normalised=False), ()),
     "vgg": Network(vgg, (28, 32)),
     "digits": Network(digits, (8,)),
-    "autoencoder": _autoencoder(lambda channels, _: autoencoder(channels, 28, MNIST_SIZES), (28,)),
-    "digits-autoencoder": _autoencoder(
-        lambda channels, _: autoencoder(channels, 8, DIGITS_SIZES), (8,)
-    ),
+    "autoencoder": _autoencoder(partial(autoencoder, sizes=MNIST_SIZES), (28,)),
+    "digits-autoencoder": _autoencoder(partial(autoencoder, sizes=DIGITS_SIZES), (8,)),
 }
 
 
@@ -113,13 +112,12 @@ def _build_known(
             f"{name} takes images of {sizes} pixels, but these have {height}x{width}; use other "
             "data or another network"
         )
-    chosen = network.inits[0] if init is None else init
-    if chosen not in network.inits:
+    if init not in (None, *network.inits):
         raise NetworkError(
-            f"{name} has no initialisation {chosen!r}; choose one of: {', '.join(network.inits)}"
+            f"{name} has no initialisation {init!r}; choose one of: {', '.join(network.inits)}"
         )
     model = network.make(channels, classes)
-    INITIALISATIONS[chosen](model)
+    initialise(model, init or network.inits[0])
     return model
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -35,25 +37,23 @@ class ResidualBlock(nn.Module):
         return F.pad(kept, (0, 0, 0, 0, 0, self.new_maps))
 
 
-class ResNet(nn.Module):
+class ResNet20(nn.Module):
     """A convolution, three stages of residual blocks with 16, 32 and 64 maps, and a linear layer.
 
-    Args:
-        blocks_per_stage: 3 for ResNet-20, which counts convolutions and the linear layer.
+    The name counts the convolutions and the linear layer.
     """
 
-    def __init__(
-        self, channels: int, classes: int, *, blocks_per_stage: int = 3, normalised: bool = True
-    ) -> None:
+    def __init__(self, channels: int, classes: int, *, normalised: bool = True) -> None:
         super().__init__()
         self.conv = convolution(channels, 16, stride=1, bias=not normalised)
         self.norm = normalisation(16, normalised)
-        blocks = []
-        for inputs, outputs, first_stride in ((16, 16, 1), (16, 32, 2), (32, 64, 2)):
-            blocks.append(ResidualBlock(inputs, outputs, first_stride, normalised))
-            for _ in range(blocks_per_stage - 1):
-                blocks.append(ResidualBlock(outputs, outputs, 1, normalised))
-        self.blocks = nn.Sequential(*blocks)
+        maps = (16, 16, 16, 16, 32, 32, 32, 64, 64, 64)
+        self.blocks = nn.Sequential(
+            *(
+                ResidualBlock(inputs, outputs, outputs // inputs, normalised)
+                for inputs, outputs in pairwise(maps)
+            )
+        )
         self.linear = nn.Linear(64, classes)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -1,22 +1,109 @@
-"""Networks that are a plain sequence of layers: digits, VGG, SVHN and autoencoders."""
+"""Networks that are a plain sequence of layers: the paper's cuda-convnet, VGG, autoencoders etc."""
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
+from typing import Literal
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Pooling = Literal["max", "average"]
+
+# The values of cuda-convnet's "18%" network.
+WEIGHT_STDS = {"conv1": 1e-4, "conv2": 0.01, "conv3": 0.01, "fc10": 0.01}
+WEIGHT_COSTS = {f"conv{layer}.weight": 0.004 for layer in (1, 2, 3)} | {"fc10.weight": 1.0}
 
 # Hinton and Salakhutdinov's for MNIST, as Martens and Grosse (2015) train it with K-FAC.
 MNIST_SIZES = (784, 1000, 500, 250, 30)
 DIGITS_SIZES = (64, 128, 64, 32, 10)
 
 
+class WithinMapNormalisation(nn.Module):
+    """y = x (1 + (scale / size²) Σ x²)^-0.75, the sum over the size x size window around a pixel.
+
+    Unlike that of ``nn.LocalResponseNorm``, the window is within the pixel's own map; it is cut off
+    at the border.
+    """
+
+    def __init__(self, size: int = 3, scale: float = 5e-5) -> None:
+        super().__init__()
+        if size < 1 or size % 2 == 0:
+            raise ValueError(f"the window must have an odd size, got {size}")
+        self.size = size
+        self.scale = scale
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}, scale={self.scale:g}"
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """Map (N, channels, height, width) to the same shape."""
+        # A convolution with ones, which is faster than pooling with stride 1.
+        ones = maps.new_ones(maps.shape[-3], 1, self.size, self.size)
+        sums = F.conv2d(maps.square(), ones, padding=self.size // 2, groups=len(ones))
+        base = 1 + self.scale / self.size**2 * sums
+        # Square roots are five times as fast as the power -0.75.
+        return maps * (base * base.sqrt()).rsqrt()
+
+
+def cuda_convnet(
+    channels: int,
+    classes: int,
+    *,
+    pooling: tuple[Pooling, Pooling, Pooling] = ("max", "average", "average"),
+    batch_normalised: bool = False,
+) -> nn.Sequential:
+    """Return the paper's network from images (N, channels, 32, 32) to logits (N, classes).
+
+    Args:
+        pooling: the kinds of pooling in the three layers. The first layer pools before its ReLU,
+            the others after it, which makes a difference for averages.
+        batch_normalised: whether batch normalisation follows each convolution, which then has no
+            bias. The response normalisation remains; the logits are not normalised.
+    """
+    bias = not batch_normalised
+    layers: dict[str, nn.Module] = {
+        "conv1": nn.Conv2d(channels, 32, kernel_size=5, padding=2, bias=bias),
+        "pool1": halving(pooling[0]),
+        "relu1": nn.ReLU(inplace=True),
+        "rnorm1": WithinMapNormalisation(),
+        "conv2": nn.Conv2d(32, 32, kernel_size=5, padding=2, bias=bias),
+        "relu2": nn.ReLU(inplace=True),
+        "pool2": halving(pooling[1]),
+        "rnorm2": WithinMapNormalisation(),
+        "conv3": nn.Conv2d(32, 64, kernel_size=5, padding=2, bias=bias),
+        "relu3": nn.ReLU(inplace=True),
+        "pool3": halving(pooling[2]),
+        "flatten": nn.Flatten(),
+        "fc10": nn.Linear(1024, classes),
+    }
+    model = nn.Sequential()
+    for name, layer in layers.items():
+        model.add_module(name, layer)
+        if batch_normalised and isinstance(layer, nn.Conv2d):
+            model.add_module(name.replace("conv", "norm"), nn.BatchNorm2d(layer.out_channels))
+    return model
+
+
+def halving(kind: Pooling) -> nn.Module:
+    """Pool 3x3 windows at every second pixel; averages are over the pixels within the border."""
+    if kind == "max":
+        return nn.MaxPool2d(3, stride=2, ceil_mode=True)
+    return nn.AvgPool2d(3, stride=2, ceil_mode=True, count_include_pad=False)
+
+
+def convolution(inputs: int, outputs: int, size: int = 3) -> tuple[nn.Module, nn.Module]:
+    """Return a convolution that keeps the size of the maps, and a ReLU."""
+    return nn.Conv2d(inputs, outputs, size, padding=size // 2), nn.ReLU(inplace=True)
+
+
 def digits(channels: int, classes: int) -> nn.Sequential:
     """Return a small network from images (N, channels, 8, 8) to logits (N, classes)."""
     return nn.Sequential(
-        *(nn.Conv2d(channels, 16, kernel_size=3, padding=1), nn.ReLU(inplace=True)),
+        *convolution(channels, 16),
         nn.MaxPool2d(2),
-        *(nn.Conv2d(16, 32, kernel_size=3, padding=1), nn.ReLU(inplace=True)),
+        *convolution(16, 32),
         nn.MaxPool2d(2),
         nn.Flatten(),
         nn.Linear(32 * 2 * 2, classes),
@@ -28,23 +115,12 @@ def vgg(channels: int, classes: int) -> nn.Sequential:
 
     It takes images (N, channels, 32, 32), or of 28x28 pixels, to logits (N, classes).
     """
-
-    def convolutions(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
-        """Return two convolutions, and pooling to maps of half the size, rounded up."""
-        return (
-            *(nn.Conv2d(inputs, outputs, kernel_size=3, padding=1), nn.ReLU(inplace=True)),
-            *(nn.Conv2d(outputs, outputs, kernel_size=3, padding=1), nn.ReLU(inplace=True)),
-            nn.MaxPool2d(2, ceil_mode=True),
-        )
-
-    return nn.Sequential(
-        *convolutions(channels, 32),
-        *convolutions(32, 64),
-        *convolutions(64, 128),
-        nn.Flatten(),
-        *(nn.Linear(128 * 4 * 4, 256), nn.ReLU(inplace=True)),
-        nn.Linear(256, classes),
-    )
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise((channels, 32, 64, 128)):
+        layers += [*convolution(inputs, outputs), *convolution(outputs, outputs)]
+        layers.append(nn.MaxPool2d(2, ceil_mode=True))
+    layers += [nn.Flatten(), nn.Linear(128 * 4 * 4, 256), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, nn.Linear(256, classes))
 
 
 def svhn_convnet(channels: int, classes: int) -> nn.Sequential:
@@ -54,19 +130,11 @@ def svhn_convnet(channels: int, classes: int) -> nn.Sequential:
     after pooling to the output of every layer but the last. Pooling windows extend over the border
     (ceil mode), so that maps are halved to 16, 8 and 4 pixels.
     """
-
-    def convolution(inputs: int, outputs: int, dropout: float) -> tuple[nn.Module, ...]:
-        return (
-            *(nn.Conv2d(inputs, outputs, kernel_size=5, padding=2), nn.ReLU(inplace=True)),
-            nn.MaxPool2d(3, stride=2, ceil_mode=True),
-            nn.Dropout(dropout),
-        )
-
     return nn.Sequential(
         nn.Dropout(1 - 0.9),  # the paper states the probability of keeping a unit
-        *convolution(channels, 96, dropout=0.25),
-        *convolution(96, 128, dropout=0.25),
-        *convolution(128, 256, dropout=0.5),
+        *(*convolution(channels, 96, size=5), halving("max"), nn.Dropout(0.25)),
+        *(*convolution(96, 128, size=5), halving("max"), nn.Dropout(0.25)),
+        *(*convolution(128, 256, size=5), halving("max"), nn.Dropout(0.5)),
         nn.Flatten(),
         *(nn.Linear(256 * 4 * 4, 2048), nn.ReLU(inplace=True), nn.Dropout(0.5)),
         *(nn.Linear(2048, 2048), nn.ReLU(inplace=True), nn.Dropout(0.5)),
@@ -74,12 +142,14 @@ def svhn_convnet(channels: int, classes: int) -> nn.Sequential:
     )
 
 
-def autoencoder(channels: int, side: int, sizes: tuple[int, ...]) -> nn.Sequential:
+def autoencoder(channels: int, classes: int, *, sizes: tuple[int, ...]) -> nn.Sequential:
     """Return a deep autoencoder from pixels (N, channels, side, side) to logits of the same shape.
 
     Args:
+        classes: not used; the labels do not matter.
         sizes: of the layers from a single-channel image to the code; the decoder reverses them.
     """
+    side = math.isqrt(sizes[0])
     pixels = channels * side**2
     widths = [pixels, *sizes[1:], *reversed(sizes[1:-1]), pixels]
     layers: list[nn.Module] = [nn.Flatten()]
