@@ -31,8 +31,10 @@ MOST_PROCESSES = 64 * (os.cpu_count() or 1)
 # The headings of the options in `kfc train --help`.
 DATA, OPTIMIZER, LENGTH = "Data and network", "Optimizer", "Length"
 RECORDS = "Machine and records"
-_data, _optimizer = partial(option, panel=DATA), partial(option, panel=OPTIMIZER)
-_length, _records = partial(option, panel=LENGTH), partial(option, panel=RECORDS)
+# Numbers must be positive unless an option says otherwise.
+_data, _optimizer, _length, _records = (
+    partial(option, panel=panel, positive=True) for panel in (DATA, OPTIMIZER, LENGTH, RECORDS)
+)
 
 
 def number_or_paper(text: str) -> float | str:
@@ -65,55 +67,48 @@ class RunConfig:
         choices=("centred", "normalised", "unit"),
     )
     batch_size: int = _data(
-        None, "Examples in a batch of all processes; by default the optimizer's", positive=True
+        None, "Examples in a batch of all processes; by default the optimizer's"
     )
-    train_examples: int | None = _data(None, "Train on the first N examples only", positive=True)
+    train_examples: int | None = _data(None, "Train on the first N examples only")
     optimizer: str = _optimizer("kfc", f"One of {', '.join(OPTIMIZERS)}", choices=tuple(OPTIMIZERS))
     lr: float | None = _optimizer(
-        None,
-        "Learning rate; by default the optimizer's; kfac adapts it unless it is given",
-        positive=True,
+        None, "Learning rate; by default the optimizer's; kfac adapts it unless it is given"
     )
     weight_decay: float | str = _optimizer(
         0.0,
         f'Weight decay λ of weights (not of biases and scales), or "{PAPER}" for the network\'s',
+        positive=False,
         parse=number_or_paper,
         word=PAPER,
     )
     options: Mapping[str, Any] = field(default_factory=dict)
-    epochs: float | None = _length(
-        10.0, "End after N epochs, unless another limit is given", positive=True
-    )
-    updates: int | None = _length(None, "End after N updates of the parameters", positive=True)
+    epochs: float | None = _length(10.0, "End after N epochs, unless another limit is given")
+    updates: int | None = _length(None, "End after N updates of the parameters")
     seconds: float | None = _length(
         None,
         'End after this training time, without evaluations: "90s", "10m", "1.5h"',
-        positive=True,
         flag="time",
         parse=duration,
     )
     averaging_examples: int | None = _records(
-        None,
-        "Timescale of the averaged parameters in examples; by default an epoch, at most 50000",
-        positive=True,
+        None, "Timescale of the averaged parameters in examples; by default an epoch, at most 50000"
     )
-    evaluation_period: float = _records(1.0, "Epochs between evaluations", positive=True)
+    evaluation_period: float = _records(1.0, "Epochs between evaluations")
     evaluation_examples: int = _records(
-        10_000, "Evaluate on at most the first N examples of each split", positive=True
+        10_000, "Evaluate on at most the first N examples of each split"
     )
-    checkpoint_seconds: float = _records(
-        60.0, "Seconds of training between checkpoints", positive=True
+    checkpoint_seconds: float = _records(60.0, "Seconds of training between checkpoints")
+    log_period: int = _records(10, "Updates between rows of the log")
+    seed: int = _records(
+        0, "Seed of initial weights, order and sampling", positive=False, most=2**63 - 1
     )
-    log_period: int = _records(10, "Updates between rows of the log", positive=True)
-    seed: int = _records(0, "Seed of initial weights, order and sampling", most=2**63 - 1)
     device: str = _records("cpu", "Device, such as cpu, cuda or mps")
     threads: int = _records(
-        None,
-        "Threads of each process; by default torch's number",
-        positive=True,
-        most=MOST_PROCESSES,
+        None, "Threads of each process; by default torch's number", most=MOST_PROCESSES
     )
-    workers: int = _records(0, "Processes that prepare batches", most=MOST_PROCESSES)
+    workers: int = _records(
+        0, "Processes that prepare batches", positive=False, most=MOST_PROCESSES
+    )
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for the first invalid value."""
@@ -175,23 +170,20 @@ def make_config(**given: Any) -> RunConfig:
         raise ConfigError(f"unknown options: {', '.join(unknown)}; known are {known}")
     for name, value in given.items():
         OPTIONS[name].check(value)
-    values = {**{name: declared.default for name, declared in OPTIONS.items()}, **given}
-    if "epochs" not in given and given.keys() & set(LIMITS):
-        values["epochs"] = None
-    options = optimizer_options(values["optimizer"], own)
-    net = values["net"] or DEFAULT_NETS[values["data"]]
+    options = optimizer_options(given.get("optimizer", RunConfig.optimizer), own)
+    net = given.get("net", DEFAULT_NETS[given["data"]])
     network = NETWORKS.get(net)
-    defaults: dict[str, Any] = {
+    init = given.get("init", network.inits[0] if network else None)
+    defaults = {
         "net": net,
+        "init": init,
+        "inputs": network.inputs if network and init == network.inits[0] else "normalised",
         "lr": options.lr,
         "batch_size": options.batch_size,
         "threads": torch.get_num_threads(),
-        "init": network.inits[0] if network else None,
+        "epochs": None if given.keys() & set(LIMITS) else RunConfig.epochs,
     }
-    values |= {name: value for name, value in defaults.items() if values[name] is None}
-    usual = network is not None and values["init"] == network.inits[0]
-    values["inputs"] = values["inputs"] or (network.inputs if network and usual else "normalised")
-    return RunConfig(**values, options=asdict(options))
+    return RunConfig(**{**defaults, **given}, options=asdict(options))
 
 
 def config_from_dict(values: Mapping[str, Any]) -> RunConfig:

@@ -35,23 +35,14 @@ class Setup:
     seed: int
     likelihood: str
 
-    def groups(self, parameters: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
-        """Return torch parameter groups, one for each weight decay."""
-        members: dict[float, list[Tensor]] = {}
-        for name, parameter in parameters:
-            members.setdefault(self.weight_costs.get(name, 0.0), []).append(parameter)
-        return [
-            {"params": params, "weight_decay": cost, "lr": self.lr}
-            for cost, params in members.items()
-        ]
-
-    def for_curvature(self) -> dict[str, Any]:
-        """Return the arguments of :class:`kfc.KFC` and :class:`kfc.KFAC`."""
-        names: dict[float, list[str]] = {}
-        for name, cost in self.weight_costs.items():
-            names.setdefault(cost, []).append(name)
-        groups = [{"prefix": members, "weight_decay": cost} for cost, members in names.items()]
-        return {"groups": groups, "seed": self.seed, "likelihood": self.likelihood}
+    def groups(
+        self, named: Iterable[tuple[str, Tensor | str]], key: str = "params", **options: Any
+    ) -> list[dict[str, Any]]:
+        """Return parameter groups with these options, one for each weight decay."""
+        members: dict[float, list[Tensor | str]] = {}
+        for name, member in named:
+            members.setdefault(self.weight_costs.get(name, 0.0), []).append(member)
+        return [{key: each, "weight_decay": cost, **options} for cost, each in members.items()]
 
 
 @dataclass(frozen=True)
@@ -84,6 +75,7 @@ class CurvatureOptions(OptimizerOptions):
     """Options that KFC and KFAC have in common."""
 
     batch_size = 512
+    periods: ClassVar[Periods] = Periods()  # where no period is given
     statistics_period: int | None = option(
         None,
         "Steps T_s between updates of the factors; by default 1 for kfac, rising to 10 for kfc",
@@ -114,27 +106,30 @@ class CurvatureOptions(OptimizerOptions):
         None, "Steps after which asynchronous inverses are applied; by default T_f"
     )
 
-    def _approximation(self) -> Approximation:
-        kind = APPROXIMATIONS[self.curvature]
+    def _arguments(self, setup: Setup) -> dict[str, Any]:
+        """Return the arguments that :class:`kfc.KFC` and :class:`kfc.KFAC` have in common."""
+        approximation = APPROXIMATIONS[self.curvature]
         given = {name: getattr(self, name) for name in ("fisher", "inverse", "factor_decay")}
         given = {name: value for name, value in given.items() if value is not None}
-        if foreign := given.keys() - {each.name for each in fields(kind)}:
+        if foreign := given.keys() - {each.name for each in fields(approximation)}:
             raise ConfigError(f"{foreign.pop()} has no effect with curvature {self.curvature!r}")
-        return kind(**given)
-
-    def _periods(self, default: Periods) -> Periods:
-        return Periods(
-            self.statistics_period or default.statistics, self.inverse_period or default.inverse
-        )
-
-    def _parallel(self) -> Parallel:
-        return Parallel(
-            placement=self.inverse_placement,  # type: ignore[arg-type]
-            asynchronous=self.asynchronous_inverses,
-            max_staleness=self.max_staleness,
-            # A resumed run continues bit for bit, so nothing may depend on a thread's speed.
-            deterministic=self.asynchronous_inverses,
-        )
+        return {
+            "groups": setup.groups(((name, name) for name in setup.weight_costs), key="prefix"),
+            "likelihood": setup.likelihood,
+            "seed": setup.seed,
+            "curvature": approximation(**given),
+            "schedule": Periods(
+                self.statistics_period or self.periods.statistics,
+                self.inverse_period or self.periods.inverse,
+            ),
+            "parallel": Parallel(
+                placement=self.inverse_placement,  # type: ignore[arg-type]
+                asynchronous=self.asynchronous_inverses,
+                max_staleness=self.max_staleness,
+                # A resumed run continues bit for bit, so nothing may depend on a thread's speed.
+                deterministic=self.asynchronous_inverses,
+            ),
+        }
 
 
 @dataclass(frozen=True)
@@ -150,19 +145,17 @@ class KFCOptions(CurvatureOptions):
     )
 
     def make(self, model: nn.Module, setup: Setup) -> KFC:
-        schedule: Periods | Budget = self._periods(Periods())
+        arguments = self._arguments(setup)
         if self.overhead is not None:
-            schedule = Budget(self.overhead, self.statistics_period, self.inverse_period)
+            periods = self.statistics_period, self.inverse_period
+            arguments["schedule"] = Budget(self.overhead, *periods)
         return KFC(
             model,
-            KFCOptions.lr if setup.lr is None else setup.lr,
+            self.lr if setup.lr is None else setup.lr,
             momentum=self.momentum,
             damping=self.damping,
             clip=self.fisher_clip or None,
-            curvature=self._approximation(),
-            schedule=schedule,
-            parallel=self._parallel(),
-            **setup.for_curvature(),
+            **arguments,
         )
 
 
@@ -170,7 +163,7 @@ class KFCOptions(CurvatureOptions):
 class KFACOptions(CurvatureOptions):
     """Options of :class:`kfc.KFAC`."""
 
-    lr = None
+    lr, periods = None, Periods(1, Stretch(20))
     momentum: float | None = option(None, "Momentum μ")
     model_damping: float | None = option(None, "Fixed damping λ of the quadratic model")
     factor_damping: float | None = option(None, "Fixed damping γ of the factors")
@@ -195,10 +188,7 @@ class KFACOptions(CurvatureOptions):
             model,
             adaptation=adaptation,
             clip=self.fisher_clip or None,
-            curvature=self._approximation(),
-            schedule=self._periods(Periods(1, Stretch(20))),
-            parallel=self._parallel(),
-            **setup.for_curvature(),
+            **self._arguments(setup),
         )
 
 
@@ -213,7 +203,9 @@ class SGDOptions(OptimizerOptions):
     momentum: float = option(0.9, "Momentum μ")
 
     def make(self, model: nn.Module, setup: Setup) -> Optimizer:
-        return torch.optim.SGD(setup.groups(model.named_parameters()), momentum=self.momentum)
+        return torch.optim.SGD(
+            setup.groups(model.named_parameters(), lr=setup.lr), momentum=self.momentum
+        )
 
 
 @dataclass(frozen=True)
@@ -227,7 +219,7 @@ class AdamOptions(OptimizerOptions):
 
     def make(self, model: nn.Module, setup: Setup) -> Optimizer:
         betas = self.beta1, self.beta2
-        return self.algorithm(setup.groups(model.named_parameters()), betas=betas)
+        return self.algorithm(setup.groups(model.named_parameters(), lr=setup.lr), betas=betas)
 
 
 @dataclass(frozen=True)
@@ -247,14 +239,14 @@ class SOAPOptions(OptimizerOptions):
     precondition_frequency: int = option(10, "Steps between updates of the preconditioner")
 
     def make(self, model: nn.Module, setup: Setup) -> Optimizer:
-        try:
-            from pytorch_optimizer import SOAP
-        except ImportError as error:
+        if not is_installed("soap"):
             raise ValueError(
                 "soap needs the package pytorch-optimizer: pip install pytorch-optimizer"
-            ) from error
+            )
+        from pytorch_optimizer import SOAP
+
         optimizer: Optimizer = SOAP(
-            setup.groups(model.named_parameters()),
+            setup.groups(model.named_parameters(), lr=setup.lr),
             betas=(self.beta1, self.beta2),
             precondition_frequency=self.precondition_frequency,
         )
@@ -287,10 +279,10 @@ class Muon:
         hidden = [name for name, parameter in parameters.items() if parameter.dim() > 1][:-1]
         self._weights = [parameters.pop(name) for name in hidden]
         self._matrices = [nn.Parameter(as_matrix(weight.detach())) for weight in self._weights]
-        rest = [{**group, "lr": options.adamw_lr} for group in setup.groups(parameters.items())]
+        rest = setup.groups(parameters.items(), lr=options.adamw_lr)
         self._optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest)]
         if hidden:
-            groups = setup.groups(zip(hidden, self._matrices, strict=True))
+            groups = setup.groups(zip(hidden, self._matrices, strict=True), lr=setup.lr)
             self._optimizers.append(torch.optim.Muon(groups, momentum=options.momentum))
 
     def zero_grad(self) -> None:
@@ -348,11 +340,7 @@ def is_installed(name: str) -> bool:
 
 
 def optimizer_options(name: str, values: Mapping[str, Any]) -> OptimizerOptions:
-    """Return the options of an optimizer, with defaults for those that are not given.
-
-    Raises:
-        ConfigError: the optimizer does not have an option, or a value is invalid.
-    """
+    """Return the options of an optimizer, with defaults for those that are not given."""
     known = options_of(OPTIMIZERS[name])
     if foreign := [given for given in values if given not in known]:
         raise ConfigError(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
@@ -17,13 +17,17 @@ class ConfigError(Exception):
     """An invalid option; the message names the option and says what is allowed."""
 
 
-def option(default: Any, help: str, **details: Any) -> Any:
-    """Return a dataclass field that declares an option.
+@contextmanager
+def config_errors(prefix: str = "") -> Iterator[None]:
+    """Raise ``ConfigError`` in place of the errors that an invalid value causes."""
+    try:
+        yield
+    except (ConfigError, ValueError, TypeError) as error:
+        raise ConfigError(f"{prefix}{error}") from error
 
-    Args:
-        help: a phrase for ``--help``, without the full stop.
-        details: further attributes of :class:`Option`.
-    """
+
+def option(default: Any, help: str, **details: Any) -> Any:
+    """Return a dataclass field that declares an :class:`Option` with these attributes."""
     return field(default=default, metadata={"help": help, **details})
 
 
@@ -34,11 +38,11 @@ class Option:
     Attributes:
         type: the field's type; of a union, the first member.
         optional: whether ``None`` is allowed.
+        help: a phrase for ``--help``, without the full stop.
         panel: the heading under which ``--help`` lists the option.
         choices: the strings allowed; empty if any string is.
-        low: the smallest number allowed.
+        low, most: the smallest and the largest number allowed.
         positive: whether a number must be above 0.
-        most: the largest number allowed.
         word: a string allowed in place of a number.
         flag: the name on the command line, if it differs from the field's.
         parse: converts the text of the command line; raises ``ValueError``.
@@ -62,29 +66,24 @@ class Option:
         """Raise ``ConfigError`` if the value is not of the declared type and range."""
         if (value is None and self.optional) or (self.word is not None and value == self.word):
             return
-        try:
-            self._check(value)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-
-    def _check(self, value: Any) -> None:
-        if self.choices:
-            require_choice(self.name, value, self.choices)
-        elif self.type is int:
-            require_whole(self.name, value, 1 if self.positive else int(self.low))
-        elif self.type is float:
-            require_number(self.name, value, low=self.low, positive=self.positive)
-        elif self.type in (str, bool) and not isinstance(value, self.type):
-            kind = "a string" if self.type is str else "true or false"
-            raise ValueError(f"{self.name} must be {kind}, got {value!r}")
-        if self.most is not None and value > self.most:
-            raise ValueError(f"{self.name} must be at most {self.most}, got {value}")
+        with config_errors():
+            if self.choices:
+                require_choice(self.name, value, self.choices)
+            elif self.type is int:
+                require_whole(self.name, value, 1 if self.positive else int(self.low))
+            elif self.type is float:
+                require_number(self.name, value, low=self.low, positive=self.positive)
+            elif self.type in (str, bool) and not isinstance(value, self.type):
+                kind = "a string" if self.type is str else "true or false"
+                raise ValueError(f"{self.name} must be {kind}, got {value!r}")
+            if self.most is not None and value > self.most:
+                raise ValueError(f"{self.name} must be at most {self.most}, got {value}")
 
 
 def options_of(owner: type) -> dict[str, Option]:
     """Return the options that a dataclass declares, by name; its own precede inherited ones."""
     hints, own = get_type_hints(owner), inspect.get_annotations(owner)
-    declared = [each for each in fields(owner) if "help" in each.metadata]
+    declared = [each for each in fields(owner) if each.metadata]
     found = {}
     for each in sorted(declared, key=lambda each: each.name not in own):
         hint = hints[each.name]
