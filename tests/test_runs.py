@@ -70,7 +70,7 @@ def test_a_folder_is_never_overwritten(folder, config):
 def test_one_process_at_a_time(folder, tmp_path):
     program = (
         "import sys, pathlib; from kfc.lab.runs import RunFolder, RunError\n"
-        "try: RunFolder.open(pathlib.Path(sys.argv[1]))\n"
+        "try: RunFolder(pathlib.Path(sys.argv[1]))\n"
         "except RunError as error: print(error)"
     )
     assert "in use" in output_of(program, tmp_path / "program.py", folder.path)
@@ -81,7 +81,7 @@ def test_metrics_after_the_checkpoint_are_discarded(folder):
     folder.save({"update": 10})
     folder.write(row(20))
     folder.close()
-    again = RunFolder.open(folder.path)
+    again = RunFolder(folder.path)
     assert again.load()["update"] == 10
     again.write(row(20, loss=0.25))
     rows = read_record(again.path).progress
@@ -93,7 +93,7 @@ def test_metrics_after_the_checkpoint_are_discarded(folder):
 def test_without_a_checkpoint_all_metrics_are_discarded(folder):
     folder.write(row(10))
     folder.close()
-    again = RunFolder.open(folder.path)
+    again = RunFolder(folder.path)
     assert again.load() is None
     assert read_record(again.path).progress == []
     again.close()
@@ -148,7 +148,7 @@ def test_metrics_shorter_than_the_checkpoint_are_refused(folder):
     folder.save({"update": 10})
     folder.close()
     (folder.path / "metrics.jsonl").write_bytes(b"")
-    again = RunFolder.open(folder.path)
+    again = RunFolder(folder.path)
     with pytest.raises(RunError, match="shorter"):
         again.load()
     again.close()

@@ -156,7 +156,7 @@ def test_all_ranks_evaluate_the_network_that_is_saved(job, tmp_path, monkeypatch
     arguments = (*SMALL, "--net", "normalised:net", "--epochs", "1", "--out", tmp_path / "run")
     assert_all_well(job.run(2, "train", *arguments))
     monkeypatch.chdir(tmp_path)
-    trainer = Trainer.resume(RunFolder.open(tmp_path / "run"), load("digits"))
+    trainer = Trainer.resume(RunFolder(tmp_path / "run"), load("digits"))
     trainer.close()
     recorded = trainer.last_evaluation
     assert trainer.components.evaluate("test")[0] == pytest.approx(recorded["test_loss"])
@@ -175,7 +175,7 @@ def draw(rank, path):
     with trainer.random_state.active():
         first = torch.rand(1).item()
     trainer.close()
-    folder = trainer.folder if rank else RunFolder.open(path)
+    folder = trainer.folder if rank else RunFolder(path)
     again = Trainer.resume(folder, data, ranks=ranks)
     with again.random_state.active():
         second = torch.rand(1).item()
@@ -211,7 +211,7 @@ def copied(path, to):
 
 def test_one_process_loads_a_checkpoint_of_two_ranks(of_two_ranks, tmp_path):
     path = copied(of_two_ranks, tmp_path / "run")
-    trainer = Trainer.resume(RunFolder.open(path), load("digits"))
+    trainer = Trainer.resume(RunFolder(path), load("digits"))
     trainer.save()
     trainer.close()
     expected = checkpoint(of_two_ranks)

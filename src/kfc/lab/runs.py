@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
+import platform
 import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from kfc.lab.config import ConfigError, RunConfig, config_from_dict
 from kfc.lab.data import Dataset
-from kfc.lab.events import EventLog
-from kfc.lab.machine import environment
 
 FORMAT = 1
 CONFIG, METRICS, CHECKPOINT, LOCK = "config.json", "metrics.jsonl", "checkpoint.pt", ".lock"
@@ -45,7 +50,7 @@ class Record:
         data_digest: digest of the data set's content.
         environment: versions and machine.
         evaluations: rows of losses, errors (in percent) and diagnostics.
-        progress: rows of batch losses, Fisher norms and clip factors, which are more frequent.
+        progress: rows of batch losses, Fisher norms and clip factors.
         end: the row that says why the run has ended, if it has.
     """
 
@@ -60,20 +65,16 @@ class Record:
 
 
 def read_record(path: Path) -> Record:
-    """Read a run folder; the run may be in progress, or may have been killed.
-
-    Raises:
-        RunError: it is not a run folder, or its files are damaged.
-    """
+    """Read a run folder; the run may be in progress, or may have been killed."""
     header = _read_header(path)
     rows: dict[str, list[dict[str, Any]]] = {"evaluation": [], "progress": [], "end": []}
     for row in _read_rows(path / METRICS):
         rows[row["kind"]].append(row)
     return Record(
         path,
-        str(header["name"]),
+        header["name"],
         header["config"],
-        str(header["data_digest"]),
+        header["data_digest"],
         header["environment"],
         rows["evaluation"],
         rows["progress"],
@@ -116,11 +117,7 @@ def _read_rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any] | None:
-    """Return the last checkpoint in a run folder, or ``None`` if there is none.
-
-    Raises:
-        RunError: the checkpoint is damaged.
-    """
+    """Return the last checkpoint in a run folder, or ``None`` if there is none."""
     file = path / CHECKPOINT
     if not file.exists():
         return None
@@ -135,7 +132,7 @@ def read_checkpoint(path: Path) -> dict[str, Any] | None:
 
 
 def require_data(data: Dataset, digest: str, owner: str) -> None:
-    """Raise ``RunError`` unless the data have this digest, which they have for the owner."""
+    """Raise ``RunError`` unless the data have the digest that the owner's data have."""
     if data.digest != digest:
         raise RunError(
             f"{owner} other data: {data.name} has digest {digest} there and {data.digest} here"
@@ -152,18 +149,11 @@ def matching_checkpoint(path: Path) -> Iterator[None]:
 
 
 def is_of_job(path: Path, config: RunConfig, job: str | None) -> bool:
-    """Return whether a launcher's job began this run before its processes were restarted.
-
-    Args:
-        job: the launcher's name of the job; ``None`` without a launcher.
-    """
-    if job is None:
-        return False
-    try:
+    """Return whether a launcher's job began this run before its processes were restarted."""
+    with suppress(RunError):
         header = _read_header(path)
-    except RunError:
-        return False
-    return header.get("job") == job and bool(header["config"] == config)
+        return job is not None and header.get("job") == job and bool(header["config"] == config)
+    return False
 
 
 # Writing
@@ -172,14 +162,15 @@ def is_of_job(path: Path, config: RunConfig, job: str | None) -> bool:
 class RunFolder:
     """The folder of a run in progress, locked by one process."""
 
-    def __init__(self, path: Path, config: RunConfig, data_digest: str) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = config
-        self.data_digest = data_digest
+        self._header = _read_header(path)
+        self.config: RunConfig = self._header["config"]
+        self.data_digest: str = self._header["data_digest"]
         self._lock = _locked(path)
         with clear_disk_errors(path):
             self._metrics = (path / METRICS).open("ab")
-        self._events: EventLog | None = None
+        self._events: RecordWriter | None = None
 
     @classmethod
     def create(
@@ -207,39 +198,33 @@ class RunFolder:
             "job": job,
         }
         create_folder(path, CONFIG, header)
-        return cls(path, config, data_digest)
-
-    @classmethod
-    def open(cls, path: Path) -> RunFolder:
-        """Open an existing folder to continue its run."""
-        header = _read_header(path)
-        return cls(path, header["config"], str(header["data_digest"]))
+        return cls(path)
 
     def set_config(self, config: RunConfig) -> None:
         """Replace the configuration; only the limits may differ."""
-        header = json.loads((self.path / CONFIG).read_text(encoding="utf-8"))
         with clear_disk_errors(self.path):
-            write_json(self.path / CONFIG, {**header, "config": config.to_dict()})
+            write_json(self.path / CONFIG, {**self._header, "config": config.to_dict()})
         self.config = config
 
     def close(self) -> None:
-        with suppress(OSError):  # an error was reported when the row was written
-            if self._events is not None:
-                self._events.close()
-        with suppress(OSError):
-            self._metrics.close()
-        self._lock.close()
+        for file in (self._events, self._metrics, self._lock):
+            with suppress(OSError):  # an error was reported when the row was written
+                if file is not None:
+                    file.close()
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row of metrics; numbers that are not finite become null."""
         values = {f"{row['kind']}/{k}": v for k, v in row.items() if isinstance(v, float)}
         with clear_disk_errors(self.path):
-            self._metrics.write(json.dumps(_finite(row), allow_nan=False).encode() + b"\n")
+            finite = json.loads(json.dumps(row), parse_constant=lambda _: None)
+            self._metrics.write(json.dumps(finite).encode() + b"\n")
             self._metrics.flush()
             # A new file at the first row, so that TensorBoard discards the rows of an interrupted
             # run after its last checkpoint.
-            self._events = self._events or EventLog(self.path, first=row["update"])
-            self._events.add(row["update"], values)
+            self._events = self._events or _open_events(self.path, first=row["update"])
+            entries = [Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()]
+            _write_event(self._events, step=row["update"], summary=Summary(value=entries))
+            self._events.flush()
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Replace the checkpoint; if that fails, the last one remains."""
@@ -276,6 +261,48 @@ class RemoteFolder:
     def save(self, state: Mapping[str, Any]) -> None: ...
     def load(self) -> None: ...
     def close(self) -> None: ...
+
+
+AnyFolder = RunFolder | RemoteFolder
+
+# torch's SummaryWriter writes events from a thread, which would lose an error such as a full disk.
+
+
+def _open_events(folder: Path, first: int) -> RecordWriter:
+    """Open a new file of events; TensorBoard discards those from ``first`` on in older files."""
+    name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+    # A number, since several files may be written within a second.
+    number = len(list(folder.glob("events.out.tfevents.*")))
+    events = RecordWriter((folder / f"{name}.{number}").open("wb"))
+    _write_event(events, file_version="brain.Event:2")
+    _write_event(events, step=first, session_log=SessionLog(status=SessionLog.START))
+    return events
+
+
+def _write_event(events: RecordWriter, **content: Any) -> None:
+    events.write(Event(wall_time=time.time(), **content).SerializeToString())
+
+
+def environment() -> dict[str, Any]:
+    """Return versions and a description of the machine."""
+    processor = platform.processor() or platform.machine()
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line for line in lines if line.startswith("model name"))
+        processor = model.split(":", 1)[1].strip()
+    return {
+        "kfc": version("kfc-torch"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+# Files
 
 
 def create_folder(path: Path, name: str, content: Mapping[str, Any]) -> None:
@@ -320,7 +347,7 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
 
 
 def _locked(path: Path) -> io.TextIOWrapper:
-    """Lock the folder until the file is closed, or the process has ended.
+    """Lock the folder until the file is closed or the process ends.
 
     The lock belongs to the process and not to the open file, which DataLoader workers inherit and
     may keep open for longer.
@@ -348,13 +375,3 @@ def clear_disk_errors(path: Path) -> Iterator[None]:
         raise RunError(
             f"{path} cannot be written: {error.strerror or error}. What was saved before is kept"
         ) from error
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value

@@ -27,7 +27,7 @@ from kfc.fisher.likelihoods import resolve_likelihood
 from kfc.lab.config import ConfigError
 from kfc.lab.inspection.networks import InspectedNetwork
 from kfc.lab.inspection.results import Inspection, InspectionSettings, LayerInspection
-from kfc.lab.machine import environment
+from kfc.lab.runs import environment
 from kfc.layers import MatrixLayer
 
 # Called with the layer, the next step, and the fraction of the inspection that is done.
