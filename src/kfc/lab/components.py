@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -15,7 +13,8 @@ from kfc.lab.config import PAPER, ConfigError, RunConfig
 from kfc.lab.data import Batches, Dataset, Inputs, Split
 from kfc.lab.data.batches import part_of
 from kfc.lab.networks import NETWORKS, build
-from kfc.lab.optimizers import Optimizer, Setup, optimizer_options
+from kfc.lab.optimizers import Setup, optimizer_options
+from kfc.lab.options import config_errors
 from kfc.lab.processes.data_parallel import Replica, synchronised
 from kfc.lab.processes.ranks import device_of_rank, explained_collectives, failing_together
 from kfc.lab.tasks import TASKS
@@ -27,22 +26,21 @@ EVALUATION_BATCH = 1000
 class NetworkComponents:
     """A run's network, and its data in the form that the network takes.
 
-    Args:
-        ranks: the ranks that train the network together; by default this process alone.
-
-    Raises:
-        ConfigError, DataError, NetworkError: before anything is written.
+    The network is built and tried before anything is written.
     """
 
     def __init__(self, config: RunConfig, data: Dataset, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks(None)
         self.device = _usable(device_of_rank(config.device, self.ranks))
-        known = config.net in NETWORKS
-        self.task = TASKS[NETWORKS[config.net].task if known else "classification"]
+        known = NETWORKS.get(config.net)
+        self.task = TASKS[known.task if known else "classification"]
         self.inputs = _inputs(config.inputs, data.train)
-        image = data.train.images.shape[1:]
         model = build(
-            config.net, image=image, classes=data.classes, init=config.init, seed=config.seed
+            config.net,
+            image=data.train.images.shape[1:],
+            classes=data.classes,
+            init=config.init,
+            seed=config.seed,
         )
         # nn.Module.to has no overload for a memory format alone.
         model = model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -94,9 +92,23 @@ class RunComponents(NetworkComponents):
         ranks = ranks or Ranks(None)
         with failing_together(ranks):
             super().__init__(config, data, ranks)
-            self.batches = self._make_batches(config, data)
-        with failing_together(ranks):
-            self.optimizer = self._make_optimizer(config)
+            with config_errors():
+                self.batches = Batches(
+                    data.train,
+                    self.inputs,
+                    config.batch_size,
+                    config.seed,
+                    workers=config.workers,
+                    examples=config.train_examples,
+                    rank=ranks.rank,
+                    ranks=ranks.size,
+                )
+        with failing_together(ranks), config_errors():
+            costs = weight_costs(config, self.model)
+            setup = Setup(config.lr, costs, config.seed, self.task.likelihood)
+            self.optimizer = optimizer_options(config.optimizer, config.options).make(
+                self.model, setup
+            )
         with explained_collectives(ranks):
             self.replica = Replica(self.model, ranks, self.device)
         epoch = len(self.batches) * config.batch_size
@@ -108,25 +120,6 @@ class RunComponents(NetworkComponents):
             "test": (data.test, min(len(data.test), config.evaluation_examples)),
         }
 
-    def _make_batches(self, config: RunConfig, data: Dataset) -> Batches:
-        with _as_config_errors():
-            return Batches(
-                data.train,
-                self.inputs,
-                config.batch_size,
-                config.seed,
-                workers=config.workers,
-                examples=config.train_examples,
-                rank=self.ranks.rank,
-                ranks=self.ranks.size,
-            )
-
-    def _make_optimizer(self, config: RunConfig) -> Optimizer:
-        costs = weight_costs(config, self.model)
-        setup = Setup(config.lr, costs, config.seed, self.task.likelihood)
-        with _as_config_errors():
-            return optimizer_options(config.optimizer, config.options).make(self.model, setup)
-
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """Return this rank's loss, weighted so that the mean over ranks is the batch's loss."""
         loss = self.task.loss(self.replica.forward(images), images, labels)
@@ -134,12 +127,9 @@ class RunComponents(NetworkComponents):
 
     @torch.no_grad()
     def evaluate(self, name: str) -> tuple[float, float]:
-        """Return the mean loss and the error in percent on a split, in evaluation mode.
+        """Return the mean loss and the error in percent on the split "train" or "test".
 
         Each rank evaluates its part of the examples; all return the result for all examples.
-
-        Args:
-            name: "train" or "test".
         """
         split, count = self._evaluated[name]
         was_training = self.model.training
@@ -166,14 +156,6 @@ def weight_costs(config: RunConfig, model: nn.Module) -> dict[str, float]:
     return dict.fromkeys(weights, cost) if cost else {}
 
 
-@contextmanager
-def _as_config_errors() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        raise ConfigError(str(error)) from error
-
-
 def _usable(device: torch.device) -> torch.device:
     try:
         torch.zeros((), device=device).item()
@@ -185,5 +167,5 @@ def _usable(device: torch.device) -> torch.device:
 @lru_cache(maxsize=2)
 def _inputs(kind: str, split: Split) -> Inputs:
     """Return the normalisation of the inputs, computed once for all runs of a comparison."""
-    make: Callable[[Split], Inputs] = getattr(Inputs, kind)
-    return make(split)
+    inputs: Inputs = getattr(Inputs, kind)(split)
+    return inputs

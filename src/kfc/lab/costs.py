@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
 
+from kfc.lab.optimizers import Optimizer
 from kfc.optimizers.base import CurvatureOptimizer
 
 
 class Costs:
     """Accumulates wall-clock seconds by part of an update, measured on the host."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self.training_seconds = 0.0
         self._optimizer = optimizer
-        self._sums: dict[str, float] = {}
+        self._sums: dict[str, float] = defaultdict(float)
         self._updates = 0
         self._curvature_before: dict[str, float] = {}
 
@@ -27,7 +28,7 @@ class Costs:
         yield
         elapsed = perf_counter() - start
         self.training_seconds += elapsed
-        self._sums[part] = self._sums.get(part, 0.0) + elapsed
+        self._sums[part] += elapsed
         self._updates += part == "data"
 
     def means_since_last_time(self) -> dict[str, float]:
@@ -37,16 +38,16 @@ class Costs:
         """
         if not self._updates:
             return {}
-        sums, count = self._sums, self._updates
-        self._sums, self._updates = {}, 0
+        sums, count = dict(self._sums), self._updates
+        self._sums.clear()
+        self._updates = 0
         if isinstance(self._optimizer, CurvatureOptimizer):
             totals = dict(self._optimizer.diagnostics["total_seconds"])
             curvature = {k: v - self._curvature_before.get(k, 0.0) for k, v in totals.items()}
             self._curvature_before = totals
-            in_forward = curvature["statistics"]
             if "forward" in sums:
-                sums["forward"] -= in_forward
-                sums["optimizer"] -= sum(curvature.values()) - in_forward
+                sums["forward"] -= curvature["statistics"]
+                sums["optimizer"] -= sum(curvature.values()) - curvature["statistics"]
             else:
                 sums["forward and backward"] -= sum(curvature.values())
             sums.update(curvature)

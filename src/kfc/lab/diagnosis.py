@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
+from kfc.lab.config import RunConfig
 from kfc.optimizers.skipping import named_ranks
 
 ADVICE = {
@@ -18,20 +20,8 @@ ADVICE = {
 }
 
 
-class Origin(NamedTuple):
-    """The rank on which a run began to diverge.
-
-    Attributes:
-        rank: one of them, if there are several.
-        description: empty if all ranks are alike.
-    """
-
-    rank: int
-    description: str
-
-
-def find_origin(ranks: Sequence[Sequence[float]]) -> Origin:
-    """Return the rank on which a run began to diverge.
+def find_origin(ranks: Sequence[Sequence[float]]) -> tuple[int, str]:
+    """Return the rank on which a run began to diverge, and how; "" if all ranks are alike.
 
     Args:
         ranks: of each rank its last loss, and the first of the updates whose gradients were not
@@ -41,25 +31,17 @@ def find_origin(ranks: Sequence[Sequence[float]]) -> Origin:
     first = [rank for rank, (_, since) in enumerate(ranks) if since == began]
     bad = [rank for rank, (loss, _) in enumerate(ranks) if not math.isfinite(loss)]
     if began < math.inf and len(first) < len(ranks):
-        return Origin(
-            first[0], f"it began with the gradients of {named_ranks(first)} at update {began:g}"
-        )
+        return first[0], f"it began with the gradients of {named_ranks(first)} at update {began:g}"
     if 0 < len(bad) < len(ranks):
-        return Origin(bad[0], f"only the loss of {named_ranks(bad)} is not finite")
-    return Origin(0, "")
+        return bad[0], f"only the loss of {named_ranks(bad)} is not finite"
+    return 0, ""
 
 
 def diagnose(
-    model: nn.Module,
-    images: Tensor,
-    *,
-    update: int,
-    optimizer: str,
-    lr: float | None,
-    diagnostics: Mapping[str, Any],
+    model: nn.Module, images: Tensor, update: int, config: RunConfig, diagnostics: Mapping[str, Any]
 ) -> str:
     """Describe a loss that is not finite, on the batch that caused it."""
-    rate = "" if lr is None else f" (lr {lr:g})"
+    rate = "" if config.lr is None else f" (lr {config.lr:g})"
     parts = [f"the loss is not finite after {update} updates{rate}"]
     if not torch.isfinite(images).all():
         parts.append("the images themselves are not finite")
@@ -77,29 +59,23 @@ def diagnose(
             f"the last Fisher norm was {diagnostics['fisher_norm']:.3g}, "
             f"{diagnostics['skipped_steps']} steps were skipped"
         )
-    return "; ".join([*parts, ADVICE.get(optimizer, "try a smaller --lr")])
+    return "; ".join([*parts, ADVICE.get(config.optimizer, "try a smaller --lr")])
 
 
 @torch.no_grad()
 def _first_bad_layer(model: nn.Module, images: Tensor) -> str | None:
     """Return the name of the first module in the forward pass whose output is not finite."""
+    leaves = {module: name for name, module in model.named_modules() if not any(module.children())}
     found: list[str] = []
 
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and not torch.isfinite(output).all():
-                found.append(name)
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        if module in leaves and isinstance(output, Tensor) and not output.isfinite().all():
+            found.append(leaves[module])
 
-        return hook
-
-    leaves = [(n, m) for n, m in model.named_modules() if not any(m.children())]
-    handles = [module.register_forward_hook(watch(name)) for name, module in leaves]
     was_training = model.training
     try:
-        model.eval()
-        model(images)
+        with register_module_forward_hook(watch):
+            model.eval()(images)
     finally:
         model.train(was_training)
-        for handle in handles:
-            handle.remove()
     return found[0] if found else None

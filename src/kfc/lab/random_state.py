@@ -9,12 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from kfc.fisher.randomness import (
-    accelerators_of,
-    forked_random_state,
-    get_random_state,
-    set_random_state,
-)
+from kfc.fisher.calls import accelerators_of, forked_random_state, get_random_state
 
 
 class RandomState:
@@ -27,34 +22,32 @@ class RandomState:
     def __init__(self, model: nn.Module, rank: int, seed: int) -> None:
         self._accelerators = accelerators_of(model)
         self._rank = rank
-        self._active = False
+        self.load(self._seeded(seed))
+
+    def _seeded(self, seed: int) -> list[Tensor]:
         with forked_random_state(self._accelerators):
             torch.manual_seed(seed)
-            self.load(get_random_state(self._accelerators))
+            return get_random_state(self._accelerators)
 
     def load(self, of_rank_0: list[Tensor]) -> None:
         """Continue from a state of rank 0."""
-        self._states = of_rank_0
+        self._saved: list[Tensor] | None = of_rank_0  # None while the state is active
         if self._rank > 0:
             digest = hashlib.sha256(f"rank {self._rank}".encode())
             for state in of_rank_0:
                 digest.update(state.numpy().tobytes())
-            with forked_random_state(self._accelerators):
-                torch.manual_seed(int.from_bytes(digest.digest()[:8], "big") >> 1)
-                self._states = get_random_state(self._accelerators)
+            self._saved = self._seeded(int.from_bytes(digest.digest()[:8], "big") >> 1)
+
+    def current(self) -> list[Tensor]:
+        """Return the state, for a checkpoint."""
+        return self._saved or get_random_state(self._accelerators)
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Let torch draw from this state within the context."""
-        with forked_random_state(self._accelerators):
-            set_random_state(self._states, self._accelerators)
-            self._active = True
+        with forked_random_state(self._accelerators, self._saved):
+            self._saved = None
             try:
                 yield
             finally:
-                self._active = False
-                self._states = get_random_state(self._accelerators)
-
-    def current(self) -> list[Tensor]:
-        """Return the state, for a checkpoint."""
-        return get_random_state(self._accelerators) if self._active else self._states
+                self._saved = get_random_state(self._accelerators)

@@ -20,15 +20,9 @@ from kfc.lab.config import RunConfig
 from kfc.lab.costs import Costs
 from kfc.lab.data import Dataset
 from kfc.lab.diagnosis import diagnose, find_origin
-from kfc.lab.optimizers import Optimizer
-from kfc.lab.processes.ranks import (
-    Launch,
-    explained_collectives,
-    failing_together,
-    gather_texts,
-)
+from kfc.lab.processes.ranks import Launch, explained_collectives, failing_together, gather_texts
 from kfc.lab.random_state import RandomState
-from kfc.lab.runs import RemoteFolder, RunFolder, matching_checkpoint, require_data
+from kfc.lab.runs import AnyFolder, RemoteFolder, RunFolder, matching_checkpoint, require_data
 from kfc.optimizers import KFAC
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.schedule import now
@@ -53,10 +47,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        components: RunComponents,
-        folder: RunFolder | RemoteFolder,
-        on_row: OnRow | None = None,
+        self, components: RunComponents, folder: AnyFolder, on_row: OnRow | None = None
     ) -> None:
         self.components = components
         self.ranks = components.ranks
@@ -91,14 +82,11 @@ class Trainer:
         with failing_together(ranks):
             require_data(data, digest, "rank 0 has")
         components = RunComponents(config, data, ranks)
+        folder: AnyFolder = RemoteFolder(path, config, digest)
         with failing_together(ranks):
             if ranks.rank == 0:
                 job = Launch.from_environment().job
-                folder: RunFolder | RemoteFolder = RunFolder.create(
-                    path, config, data.digest, name, processes=ranks.size, job=job
-                )
-            else:
-                folder = RemoteFolder(path, config, data.digest)
+                folder = RunFolder.create(path, config, digest, name, processes=ranks.size, job=job)
         trainer = cls(components, folder, on_row)
         trainer._begin()
         return trainer
@@ -106,7 +94,7 @@ class Trainer:
     @classmethod
     def resume(
         cls,
-        folder: RunFolder | RemoteFolder,
+        folder: AnyFolder,
         data: Dataset,
         *,
         on_row: OnRow | None = None,
@@ -179,33 +167,28 @@ class Trainer:
 
     def _train_once(self) -> None:
         """Make one update."""
-        components, costs = self.components, self._costs
-        with costs.measured("data"):
+        components, optimizer = self.components, self.components.optimizer
+        measured = self._costs.measured
+        with measured("data"):
             images, labels = self._next_batch()
         self._images = images
-        if isinstance(components.optimizer, KFAC):
-            with costs.measured("forward and backward"):
-                loss = components.optimizer.step(lambda: components.loss(images, labels))
+        if isinstance(optimizer, KFAC):
+            with measured("forward and backward"):
+                loss = optimizer.step(lambda: components.loss(images, labels))
         else:
-            loss = self._step(components.optimizer, images, labels)
+            with measured("optimizer"):
+                optimizer.zero_grad()
+            with measured("forward"):
+                loss = components.loss(images, labels)
+            with measured("backward"):
+                loss.backward()
+            with measured("optimizer"):
+                optimizer.step()
         self.update += 1
-        with costs.measured("optimizer"):
+        with measured("optimizer"):
             components.averages.update(self.update)
             components.replica.after_update(self.update)
         self._loss = loss.detach()
-
-    def _step(self, optimizer: Optimizer, images: Tensor, labels: Tensor) -> Tensor:
-        """Make a step of an ordinary optimizer; return the loss before it."""
-        costs = self._costs
-        with costs.measured("optimizer"):
-            optimizer.zero_grad()
-        with costs.measured("forward"):
-            loss = self.components.loss(images, labels)
-        with costs.measured("backward"):
-            loss.backward()
-        with costs.measured("optimizer"):
-            optimizer.step()
-        return loss
 
     def _next_batch(self) -> tuple[Tensor, Tensor]:
         epoch, position = divmod(self.update, len(self.components.batches))
@@ -330,19 +313,12 @@ class Trainer:
 
     def _diagnosis(self) -> str:
         """Return the diagnosis of the rank on which the run began to diverge."""
-        config = self.folder.config
-        own = diagnose(
-            self.components.model,
-            self._images,
-            update=self.update,
-            optimizer=config.optimizer,
-            lr=config.lr,
-            diagnostics=self._diagnostics(),
-        )
+        model, config = self.components.model, self.folder.config
+        own = diagnose(model, self._images, self.update, config, self._diagnostics())
         bad_since = self.components.replica.bad_since()
-        origin = find_origin(self.ranks.gather([self._loss.item(), bad_since]))
-        diagnosis = gather_texts(self.ranks, own)[origin.rank]
-        return "; ".join(part for part in (origin.description, diagnosis) if part)
+        rank, origin = find_origin(self.ranks.gather([self._loss.item(), bad_since]))
+        diagnosis = gather_texts(self.ranks, own)[rank]
+        return f"{origin}; {diagnosis}" if origin else diagnosis
 
     # Checkpoints
 
