@@ -97,7 +97,7 @@ def test_overrides_replace_the_options_of_a_preset():
         ({"train_errors": 6}, "must be a list of numbers"),
         ({"title": 5}, "title must be a str"),
         ({"introduction": ["a"]}, "introduction must be a str"),
-        ({"stop_at_goals": "false"}, "stop_at_goals must be a bool"),
+        ({"stop_at_goals": "false"}, "stop_at_goals must be true or false, got 'false'"),
         ({"settings": {"data": "digits", "net": 5}}, "net must be a string"),
         ({"settings": {"data": "digits", "batch_size": False}}, "batch_size must be"),
         ({"settings": {"data": "nothing"}}, "data must be one of"),

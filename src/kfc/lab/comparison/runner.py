@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from kfc.lab.comparison.settings import Comparison
@@ -16,69 +17,34 @@ from kfc.lab.training import LIMIT_REASONS, Row, Trainer
 
 
 class ComparedRun:
-    """One run of a comparison.
-
-    Attributes:
-        trainer: ``None`` while the run is not in progress.
-    """
+    """One run of a comparison: a method with one learning rate, in a folder of its own."""
 
     def __init__(self, method: str, config: RunConfig, folder: Path) -> None:
         plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in method.lower())
-        rate = "" if config.lr is None else f"-lr{config.lr:g}"
+        rate = config.lr
         self.method = method
         self.config = config
-        self.path = folder / f"{plain}{rate}"
-        self.trainer: Trainer | None = None
-
-    @property
-    def label(self) -> str:
-        rate = self.config.lr
-        return self.method if rate is None else f"{self.method} (lr {rate:g})"
-
-    def start(self, data: Dataset, on_row: Callable[[ComparedRun, Row], None]) -> None:
-        """Start or resume the run, unless it has ended and its limits are the same."""
-
-        def show(row: Row) -> None:
-            on_row(self, row)
-
-        if not self.path.exists():
-            self.trainer = Trainer.start(
-                self.path, self.config, data, name=self.method, on_row=show
-            )
-        elif not self._has_ended():
-            folder = RunFolder.open(self.path)
-            limits = self.config.epochs, self.config.updates, self.config.seconds
-            if folder.config != (config := folder.config.with_limits(*limits)):
-                folder.set_config(config)
-            self.trainer = Trainer.resume(folder, data, on_row=show)
-
-    def _has_ended(self) -> bool:
-        end = self.record().end
-        if end is None:
-            return False
-        return end["reason"] not in LIMIT_REASONS or self.config.fraction_done(end) >= 1
+        self.path = folder / (plain if rate is None else f"{plain}-lr{rate:g}")
+        self.label = method if rate is None else f"{method} (lr {rate:g})"
 
     def record(self) -> Record:
         return read_record(self.path)
 
-    def advance(self, seconds: float, interrupted: Callable[[], bool]) -> None:
-        if self.trainer is not None and not self.trainer.advance(seconds, interrupted):
-            self.close()
-
-    def finish(self, reason: str) -> None:
-        if self.trainer is not None:
-            self.trainer.finish(reason)
-            self.close()
-
-    def close(self) -> None:
-        if self.trainer is not None:
-            self.trainer.close()
-        self.trainer = None
+    def start(self, data: Dataset, on_row: Callable[[Row], None]) -> Trainer | None:
+        """Start or resume the run, unless it has ended and its limits are the same."""
+        if not self.path.exists():
+            return Trainer.start(self.path, self.config, data, name=self.method, on_row=on_row)
+        end = self.record().end
+        if end and (end["reason"] not in LIMIT_REASONS or self.config.fraction_done(end) >= 1):
+            return None
+        folder = RunFolder(self.path)
+        limits = self.config.epochs, self.config.updates, self.config.seconds
+        if folder.config != (config := folder.config.with_limits(*limits)):
+            folder.set_config(config)
+        return Trainer.resume(folder, data, on_row=on_row)
 
     def training_loss(self) -> float:
-        """Return the last training loss, after an evaluation if the run is in progress."""
-        if self.trainer is not None:
-            self.trainer.evaluate_now()
+        """Return the training loss of the last evaluation; ∞ if the run diverged."""
         record = self.record()
         loss: float | None = record.evaluations[-1]["averaged_train_loss"]
         diverged = record.end is not None and record.end["reason"] == "diverged"
@@ -101,25 +67,21 @@ class ComparisonRunner:
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self.comparison = comparison
-        self.folder = folder
-        self._data = data
-        self._on_row = on_row
-        self._interrupted = interrupted
         self.runs = [
             ComparedRun(method, config, folder)
             for method, configs in comparison.candidates().items()
             for config in configs
         ]
+        self._data = data
+        self._on_row = on_row
+        self._interrupted = interrupted
+        self._trainers: dict[ComparedRun, Trainer] = {}  # of the runs in progress
         names = [run.path.name for run in self.runs]
         if len(set(names)) < len(names):
             raise ConfigError(f"methods and learning rates must differ: {', '.join(names)}")
 
     def check(self) -> None:
-        """Build the components of every run once, before there is a folder.
-
-        Raises:
-            ConfigError, NetworkError: naming the method.
-        """
+        """Build the components of every run once, so that errors come before there is a folder."""
         for run in self.runs:
             try:
                 RunComponents(run.config, self._data)
@@ -130,18 +92,20 @@ class ComparisonRunner:
         """Run to the end or until interrupted; return whether it is the end."""
         try:
             for run in self.runs:
-                if not self._interrupted():
-                    run.start(self._data, self._on_row)
+                if self._interrupted():
+                    break
+                if trainer := run.start(self._data, partial(self._on_row, run)):
+                    self._trainers[run] = trainer
             self._choose_learning_rates()
             self._take_turns(until=self._has_reached_goals)
-            for run in self.runs:
-                if not self._interrupted():
-                    run.finish("targets")
-                elif run.trainer is not None:
-                    run.trainer.save()
+            for run, trainer in list(self._trainers.items()):
+                if self._interrupted():
+                    trainer.save()
+                else:
+                    self._finish(run, "targets")
         finally:
-            for run in self.runs:
-                run.close()
+            for run in list(self._trainers):
+                self._close(run)
         return not self._interrupted()
 
     def records(self) -> list[Record]:
@@ -149,33 +113,45 @@ class ComparisonRunner:
 
     def _choose_learning_rates(self) -> None:
         """Try all candidates of methods with several, and end all but the best of each."""
-        undecided = [
-            running
+        running = [
+            [run for run in self._trainers if run.method == method]
             for method in self.comparison.methods
-            if len(running := [r for r in self.runs if r.method == method and r.trainer]) > 1
         ]
+        undecided = [candidates for candidates in running if len(candidates) > 1]
         if not undecided:
             return
         # Methods with a single candidate train as well, which counts towards their own run.
         self._take_turns(until=self._was_tried)
         if self._interrupted():
             return
-        for running in undecided:
-            best = min(running, key=ComparedRun.training_loss)
-            for run in running:
+        for candidates in undecided:
+            in_progress = [run for run in candidates if run in self._trainers]
+            for run in in_progress:
+                self._trainers[run].evaluate_now()
+            best = min(candidates, key=ComparedRun.training_loss)
+            for run in in_progress:
                 if run is not best:
-                    run.finish("not chosen")
+                    self._finish(run, "not chosen")
 
     def _take_turns(self, until: Callable[[ComparedRun], bool]) -> None:
         """Train all runs in slices, so that other load on the machine affects them equally."""
-        while turn := [run for run in self.runs if run.trainer is not None and not until(run)]:
+        while turn := [run for run in self._trainers if not until(run)]:
             for run in turn:
-                run.advance(self.comparison.slice_seconds, self._interrupted)
+                slice_seconds = self.comparison.slice_seconds
+                if not self._trainers[run].advance(slice_seconds, self._interrupted):
+                    self._close(run)
                 if self._interrupted():
                     return
 
+    def _finish(self, run: ComparedRun, reason: str) -> None:
+        self._trainers[run].finish(reason)
+        self._close(run)
+
+    def _close(self, run: ComparedRun) -> None:
+        self._trainers.pop(run).close()
+
     def _was_tried(self, run: ComparedRun) -> bool:
-        return run.trainer is None or run.trainer.seconds >= self.comparison.tuning_seconds
+        return self._trainers[run].seconds >= self.comparison.tuning_seconds
 
     def _has_reached_goals(self, run: ComparedRun) -> bool:
         goals = {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,39 +14,43 @@ from typing import Any
 from kfc._helpers import require_number
 from kfc.lab.config import LIMITS, ConfigError, RunConfig, make_config
 from kfc.lab.optimizers import is_installed
+from kfc.lab.options import check_options, config_errors, option
 from kfc.lab.runs import RunError, clear_disk_errors, create_folder, write_json
 
 SPECIFICATION = "comparison.json"
 PRESETS = files("kfc.lab") / "presets"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Several methods that are trained on the same problem.
 
     Attributes:
         settings: options of all runs, as :func:`make_config` takes them.
         methods: by name, the options of one method; ``lr`` may be a list of candidates.
-        train_errors: goals of the final table in percent, as are ``test_errors``.
-        train_losses: goals of the final table.
-        stop_at_goals: whether a run ends when it has reached all goals.
-        tuning_seconds: training time given to every candidate learning rate; only the one with the
-            lowest training loss continues.
-        slice_seconds: training time of a run before the next one's turn.
-        baseline: the method that ratios refer to; by default the first that uses SGD.
+        train_errors, test_errors, train_losses: goals of the final table; errors in percent.
     """
 
-    title: str
+    title: str = option(MISSING, "Title of the page")
     settings: Mapping[str, Any]
     methods: Mapping[str, Mapping[str, Any]]
     train_errors: Sequence[float] = ()
     test_errors: Sequence[float] = ()
     train_losses: Sequence[float] = ()
-    stop_at_goals: bool = False
-    tuning_seconds: float = 60.0
-    slice_seconds: float = 5.0
-    baseline: str | None = None
-    introduction: str = ""
+    stop_at_goals: bool = option(False, "Whether a run ends when it has reached all goals")
+    tuning_seconds: float = option(
+        60.0,
+        "Training time of every candidate learning rate; only the one with the lowest training "
+        "loss continues",
+        positive=True,
+    )
+    slice_seconds: float = option(
+        5.0, "Training time of a run before the next one's turn", positive=True
+    )
+    baseline: str | None = option(
+        None, "Method that ratios refer to; by default the first that uses SGD"
+    )
+    introduction: str = option("", "Text at the beginning of the page")
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for the first invalid value."""
@@ -54,45 +59,30 @@ class Comparison:
             tables += self.methods.values()
         if not all(isinstance(table, Mapping) for table in tables):
             raise ConfigError("settings, methods and every method must be tables: [methods.NAME]")
-        for name, kind in (("title", str), ("introduction", str), ("stop_at_goals", bool)):
-            if not isinstance(getattr(self, name), kind):
-                raise ConfigError(f"{name} must be a {kind.__name__}")
-        try:
-            self._check_numbers()
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        check_options(self)
+        goals = {"train_errors": 100.0, "test_errors": 100.0, "train_losses": math.inf}
+        for name, below in goals.items():
+            values = getattr(self, name)
+            if not isinstance(values, (list, tuple)):
+                raise ConfigError(f"{name} must be a list of numbers, got {values!r}")
+            for value in values:
+                with config_errors():
+                    require_number(f"every goal in {name}", value, below=below)
         if self.baseline not in (None, *self.methods):
             raise ConfigError(f"baseline: there is no method {self.baseline!r}")
         self.candidates()
 
-    def _check_numbers(self) -> None:
-        for name in ("tuning_seconds", "slice_seconds"):
-            require_number(name, getattr(self, name), positive=True)
-        goals = {"train_errors": 100.0, "test_errors": 100.0, "train_losses": float("inf")}
-        for name, below in goals.items():
-            values = getattr(self, name)
-            if not isinstance(values, (list, tuple)):
-                raise ValueError(f"{name} must be a list of numbers, got {values!r}")
-            for value in values:
-                require_number(f"every goal in {name}", value, below=below)
-
     def candidates(self) -> dict[str, list[RunConfig]]:
-        """Return the runs of every method, one for each learning rate.
-
-        Raises:
-            ConfigError: naming the method.
-        """
+        """Return the runs of every method, one for each learning rate."""
         found: dict[str, list[RunConfig]] = {}
         for name, own in self.methods.items():
             settings = {**self.settings, **own}
             rates = settings.pop("lr", None)
             rates = rates if isinstance(rates, (list, tuple)) else [rates]
-            if not rates:
-                raise ConfigError(f"method {name}: lr is an empty list")
-            try:
+            with config_errors(f"method {name}: "):
+                if not rates:
+                    raise ConfigError("lr is an empty list")
                 found[name] = [make_config(**settings, lr=rate) for rate in rates]
-            except (ConfigError, TypeError) as error:
-                raise ConfigError(f"method {name}: {error}") from error
         names = {config.data for configs in found.values() for config in configs}
         if len(names) > 1:
             raise ConfigError(f"all methods must have the same data, not {', '.join(names)}")
@@ -100,17 +90,11 @@ class Comparison:
 
 
 def make_comparison(content: Mapping[str, Any]) -> Comparison:
-    """Return a comparison from the contents of a file.
-
-    Raises:
-        ConfigError: an unknown or missing key, or an invalid value.
-    """
+    """Return a comparison from the contents of a file."""
     known = [each.name for each in fields(Comparison)]
-    unknown = [key for key in content if key not in known]
-    if unknown:
+    if unknown := [key for key in content if key not in known]:
         raise ConfigError(f"unknown: {', '.join(unknown)}; known are {', '.join(known)}, quick")
-    missing = [key for key in ("title", "settings", "methods") if not content.get(key)]
-    if missing:
+    if missing := [key for key in ("title", "settings", "methods") if not content.get(key)]:
         raise ConfigError(f"a comparison needs {', '.join(missing)}")
     return Comparison(**content)
 
