@@ -1,7 +1,7 @@
-"""A plain training loop: scikit-learn's handwritten digits (needs scikit-learn).
+"""Train on scikit-learn's handwritten digits with a plain training loop (needs scikit-learn).
 
-Only the optimizer differs from the usual loop. The model is evaluated with the averaged parameters,
-which the optimizer keeps.
+Only the optimizer differs from the usual loop. The optimizer keeps averaged parameters, with which
+the model is evaluated.
 """
 
 import torch

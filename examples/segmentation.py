@@ -1,7 +1,8 @@
-"""Segmentation: predict the class of every pixel with an encoder and a ConvTranspose2d decoder.
+"""Segment images: predict the class of every pixel with a convolutional encoder and decoder.
 
-The logits are (N, classes, height, width), as for ``cross_entropy``, which averages over examples
-and pixels. So does ``likelihood="categorical"``, the default. For a loss summed over pixels, pass
+The decoder contains a ``ConvTranspose2d``. The logits are (N, classes, height, width), as expected
+by ``cross_entropy``, which averages over examples and pixels. The default
+``likelihood="categorical"`` averages in the same way. For a loss that is summed over pixels, pass
 ``likelihood=kfc.Categorical(reduction="batchmean")``.
 """
 

@@ -1,4 +1,4 @@
-"""1-D signals: classify noisy waveforms of four kinds with Conv1d layers."""
+"""Classify noisy one-dimensional waveforms of four kinds with Conv1d layers."""
 
 import math
 
@@ -25,7 +25,7 @@ def make_signals(count: int) -> tuple[Tensor, Tensor]:
     kinds = torch.randint(len(WAVES), (count,))
     every_kind = torch.stack([wave(phases) for wave in WAVES])
     clean = every_kind[kinds, torch.arange(count)]
-    # Unit variance, so that the amplitude does not reveal the kind.
+    # Scale to unit variance, so that the amplitude does not reveal the kind.
     clean = clean / clean.std(dim=1, keepdim=True)
     return (clean + 0.2 * torch.randn(count, LENGTH)).unsqueeze(1), kinds
 

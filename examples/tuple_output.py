@@ -1,7 +1,7 @@
-"""A model that returns more than its predictions: ``output=`` selects the tensor of outputs.
+"""Train a model that returns more than its predictions; ``output=`` selects the predictions.
 
-Here the model returns (logits, features), and the loss has a small penalty on the features. The
-curvature is that of the cross-entropy of the logits; the penalty only enters the gradient.
+The model returns (logits, features), and the loss contains a small penalty on the features. The
+curvature is that of the cross-entropy of the logits; the penalty affects only the gradient.
 """
 
 import math
@@ -24,7 +24,7 @@ def draw_spirals(count: int) -> tuple[Tensor, Tensor]:
 
 
 class Classifier(nn.Module):
-    """Returns logits and the features that they are computed from."""
+    """A classifier that returns logits and the features from which they are computed."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
