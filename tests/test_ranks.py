@@ -28,7 +28,7 @@ def test_folding_a_symmetric_matrix_loses_nothing(groups, size, seed):
     square = torch.randn(groups, size, size, generator=generator)
     matrices = square + square.mT
     folded = packing.fold(matrices)
-    assert folded.shape == (groups, *packing.packed_shape(size))
+    assert folded.shape == (groups, *packing.folded_shape(size))
     assert_close(packing.unfold(folded, size), matrices, rtol=0, atol=0)
     # Each number of the lower triangle occurs once.
     triangles = torch.cat([matrix[torch.ones_like(matrix).tril() > 0] for matrix in matrices])
@@ -41,22 +41,22 @@ def test_packed_tensors_have_the_predicted_size(shape, size, groups):
         sent = torch.rand(shape_sent)
         if symmetric:
             sent = sent + sent.mT
-        numbers = packing.to_wire(sent, symmetric=symmetric)
-        assert numbers.shape == (packing.wire_numbers(shape_sent, symmetric=symmetric),)
-        received = packing.from_wire(numbers, shape_sent, symmetric=symmetric)
-        assert_close(received, sent, rtol=0, atol=0)
+        packed = packing.Packing(tuple(shape_sent), symmetric)
+        numbers = packed.pack(sent)
+        assert numbers.shape == (packed.numbers,)
+        assert_close(packed.unpack(numbers), sent, rtol=0, atol=0)
 
 
 @given(size=matrix_sizes, groups=st.integers(1, 3))
 def test_half_of_a_symmetric_matrix_is_sent(size, groups):
     expected = groups * size * (size + 1) // 2
-    assert packing.wire_numbers((groups, size, size), symmetric=True) == expected
-    assert torch.Size(packing.packed_shape(size)).numel() * groups == expected
+    assert packing.Packing((groups, size, size), symmetric=True).numbers == expected
+    assert torch.Size(packing.folded_shape(size)).numel() * groups == expected
 
 
 def test_only_groups_of_square_matrices_are_folded():
-    assert packing.is_folded((1, 3, 3))
-    assert not any(map(packing.is_folded, [(3, 3), (2, 3, 4), (1, 2, 3, 3), ()]))
+    assert packing.is_symmetric((1, 3, 3))
+    assert not any(map(packing.is_symmetric, [(3, 3), (2, 3, 4), (1, 2, 3, 3), ()]))
 
 
 # A single process

@@ -1,15 +1,25 @@
 """Normalisation layers: a small Fisher block per channel, over its scale and shift."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kfc.curvature.kronecker import Shape, reciprocal_or_zero
-from kfc.curvature.layer import Inverse, LayerCurvature
+from kfc.curvature.kronecker import Inverse, Shape, reciprocal_or_zero
+from kfc.curvature.layer import LayerCurvature
 from kfc.curvature.statistics import KeptInputs, LayerStatistics, Moment
 from kfc.layers import NormalisationLayer
+
+
+class ChannelInverse(Inverse):
+    """The inverses of small blocks, (channels, size, size)."""
+
+    triangles = ("inverse",)
+
+    def apply(self, gradient: Tensor) -> Tensor:
+        """Return the inverses times a gradient (channels, size)."""
+        return (self.tensors["inverse"] * gradient.unsqueeze(-2)).sum(-1)
 
 
 class ChannelCurvature(LayerCurvature):
@@ -19,6 +29,7 @@ class ChannelCurvature(LayerCurvature):
     """
 
     treatment = "channel blocks"
+    inverse_class = ChannelInverse
     layer: NormalisationLayer
 
     def new_statistics(self, inverse: Inverse | None) -> LayerStatistics:
@@ -34,15 +45,6 @@ class ChannelCurvature(LayerCurvature):
 
     def invert(self, running: tuple[Tensor, ...], damping: float) -> Inverse:
         return ChannelInverse({"inverse": invert_blocks(running[0], damping)})
-
-    def inverse_shapes(self) -> dict[str, Shape]:
-        return {"inverse": self.running_shapes()[0]}
-
-    def inverse_triangles(self) -> tuple[str, ...]:
-        return ("inverse",)
-
-    def restore_inverse(self, tensors: Mapping[str, Tensor]) -> Inverse:
-        return ChannelInverse(tensors)
 
     def apply_inverse(self, inverse: Inverse, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         stacked = torch.stack([g.flatten() for g in gradients.values()], dim=-1)
@@ -105,17 +107,6 @@ class _ChannelStatistics(LayerStatistics):
 
     def moments(self, examples: int) -> tuple[Moment, ...]:
         return () if self.total is None else (Moment(self.total, examples, of_derivatives=True),)
-
-
-class ChannelInverse:
-    """The inverses of small blocks, (channels, size, size)."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = dict(tensors)
-
-    def apply(self, gradient: Tensor) -> Tensor:
-        """(channels, size) -> (channels, size)"""
-        return (self.tensors["inverse"] * gradient.unsqueeze(-2)).sum(-1)
 
 
 def invert_blocks(blocks: Tensor, damping: float) -> Tensor:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kfc.curvature.gradients import SquaredGradients
 from kfc.curvature.kfc import FactorStatistics, KroneckerCurvature
-from kfc.curvature.kronecker import EigenInverse, Shape
-from kfc.curvature.layer import Inverse
+from kfc.curvature.kronecker import EigenInverse, Inverse, Shape
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.layers import MatrixLayer
 
@@ -40,18 +39,6 @@ class EKFACCurvature(KroneckerCurvature):
         width, height = self.layer.factor_sizes()
         return ((self.layer.groups, height * width),)
 
-    def update_inverse(
-        self, inverse: Inverse, measured: tuple[Tensor, ...], decay: float
-    ) -> Inverse:
-        assert isinstance(inverse, MeasuredInverse)
-        (moments,) = measured
-        return inverse.averaged(moments, decay)
-
-    def succeed(self, inverse: Inverse, previous: Inverse) -> Inverse:
-        assert isinstance(inverse, MeasuredInverse)
-        assert isinstance(previous, MeasuredInverse)
-        return inverse.continuing(previous) if previous.measured else inverse
-
 
 class MeasuredInverse(EigenInverse):
     """U (diag S + δ I)⁻¹ Uᵀ with U = U_Ω ⊗ U_Γ; until S is measured, the eigenvalues of Ω ⊗ Γ.
@@ -74,12 +61,14 @@ class MeasuredInverse(EigenInverse):
         new = moments.reshape(old.shape)
         return self._with(torch.lerp(old.to(new), new, 1 - decay) if self.measured else new)
 
-    def continuing(self, previous: MeasuredInverse) -> Self:
+    def continuing(self, previous: Self) -> Self:
         """Return the inverse with the previous S, transformed to the bases of this one.
 
         S = (U_Γᵀ U_Γ′)² S′ ((U_Ωᵀ U_Ω′)²)ᵀ, squared entry by entry; a prime marks the previous
         inverse.
         """
+        if not previous.measured:
+            return self
         moments = previous.tensors["eigenvalues"].to(self.tensors["eigenvalues"])
         new, old = self.bases, previous.bases
         if new.activation is not None and old.activation is not None:
@@ -113,7 +102,7 @@ class _MeasuringStatistics(FactorStatistics):
         self.squares = SquaredGradients(layer, inverse.bases)
 
     def forward(self, inputs: Tensor, outputs: Tensor) -> Any:
-        return super().forward(inputs, outputs), self.squares.forward(inputs)
+        return super().forward(inputs, outputs), self.squares.forward(inputs, outputs)
 
     def backward(self, kept: Any, derivatives: Tensor, examples: int) -> None:
         of_factors, inputs = kept
@@ -125,4 +114,4 @@ class _MeasuringStatistics(FactorStatistics):
 
     def moments(self, examples: int) -> tuple[Moment, ...]:
         factors = super().moments(examples)
-        return (*factors, self.squares.moment(examples)) if factors else ()
+        return factors and factors + self.squares.moments(examples)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kfc.curvature.kronecker import Bases
-from kfc.curvature.statistics import KeptInputs, Moment
+from kfc.curvature.statistics import KeptInputs, LayerStatistics, Moment
 from kfc.layers import MatrixLayer
 from kfc.moments.patches import CHUNK_ELEMENTS
 
@@ -33,7 +33,7 @@ class _Call(NamedTuple):
         return _Call(source, self.derivatives[rows], min(stop, self.examples) - start)
 
 
-class SquaredGradients:
+class SquaredGradients(LayerStatistics):
     """Σ over examples of (U_Γᵀ G U_Ω)², squared entry by entry, with G = Σ_t Ds_t (1, a_t).
 
     The calls of one draw are added before squaring: like frames folded into the batch, they are
@@ -51,8 +51,7 @@ class SquaredGradients:
         self.waiting: list[_Call] = []
         self.total: Tensor | None = None
 
-    def forward(self, inputs: Tensor) -> KeptInputs | None:
-        """Return what :meth:`backward` needs to know about a call."""
+    def forward(self, inputs: Tensor, outputs: Tensor) -> KeptInputs | None:
         self.calls += 1
         return KeptInputs.of(inputs) if "weight" in self.trained else None
 
@@ -77,10 +76,11 @@ class SquaredGradients:
             self._add(self.waiting)
             self.waiting = []
 
-    def moment(self, examples: int) -> Moment:
-        """Return the diagonal of the mean over examples, (groups, I · n)."""
-        assert self.total is not None
-        return Moment(self.total.flatten(1), examples, of_derivatives=True)
+    def moments(self, examples: int) -> tuple[Moment, ...]:
+        """Return the mean over examples as a diagonal, (groups, I · n)."""
+        if self.total is None:
+            return ()
+        return (Moment(self.total.flatten(1), examples, of_derivatives=True),)
 
     def _add(self, calls: Sequence[_Call]) -> None:
         """Add calls, whose gradients are summed example by example before squaring."""

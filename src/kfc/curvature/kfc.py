@@ -1,12 +1,19 @@
 """KFC: independent activations and derivatives, spatially uncorrelated derivatives (Theorem 2)."""
 
-from collections.abc import Mapping
+from operator import add
 from typing import Any
 
 from torch import Tensor
 
-from kfc.curvature.kronecker import Factors, KroneckerInverse, Shape, factor_balance, trace
-from kfc.curvature.layer import Inverse, LayerCurvature
+from kfc.curvature.kronecker import (
+    Factors,
+    Inverse,
+    KroneckerInverse,
+    Shape,
+    factor_balance,
+    trace,
+)
+from kfc.curvature.layer import LayerCurvature
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.layers import MatrixLayer
 from kfc.moments.patches import row_moment
@@ -20,6 +27,7 @@ class KroneckerCurvature(LayerCurvature):
 
     treatment = "Kronecker factors"
     layer: MatrixLayer
+    inverse_class: type[KroneckerInverse]
 
     def __init__(
         self, layer: MatrixLayer, inverse: type[KroneckerInverse], max_factor_size: int
@@ -61,24 +69,8 @@ class KroneckerCurvature(LayerCurvature):
     def invert(self, running: tuple[Tensor, ...], damping: float) -> Inverse:
         return self.inverse_class.of(self.factors_of(running), damping)
 
-    @property
-    def redamps_cheaply(self) -> bool:
-        return self.inverse_class.redamps_cheaply
-
-    def redamped(self, damping: float) -> Inverse:
-        factors, inverse = self.factors(), self.state.inverse
-        assert factors is not None
-        assert isinstance(inverse, KroneckerInverse)
-        return inverse.redamped(factors, damping)
-
     def inverse_shapes(self) -> dict[str, Shape]:
         return self.inverse_class.shapes(*self.factor_shapes())
-
-    def inverse_triangles(self) -> tuple[str, ...]:
-        return self.inverse_class.triangles
-
-    def restore_inverse(self, tensors: Mapping[str, Tensor]) -> Inverse:
-        return self.inverse_class(tensors)
 
     def apply_inverse(self, inverse: Inverse, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return Γ_damped⁻¹ V Ω_damped⁻¹ with V = (bias, weight) (eqn 11)."""
@@ -109,39 +101,41 @@ class FactorStatistics(LayerStatistics):
         self.layer = layer
         self.trained = layer.trained()
         self.wide_activation, self.wide_derivative = wide
-        self.activation: Tensor | None = None
+        self.activation: tuple[Any, ...] = ()
         self.derivative: Tensor | None = None
         self.rows = 0
 
-    def forward(self, inputs: Tensor, outputs: Tensor) -> list[Tensor | None]:
-        """Return the call's part of Ω, in a list that ``backward`` empties."""
-        if "weight" not in self.trained:
-            return [None]
-        source = self.layer.row_source(inputs.detach().to(self.layer.dtype), outputs)
-        moment = self.layer.activation_moment(
-            source, homogeneous="bias" in self.trained, diagonal=self.wide_activation
-        )
-        return [moment]
+    def forward(self, inputs: Tensor, outputs: Tensor) -> list[tuple[Any, ...]]:
+        """Return the call's :meth:`activation_sums`, in a list that ``backward`` empties."""
+        return [self.activation_sums(inputs.detach().to(self.layer.dtype), outputs)]
 
-    def backward(self, kept: list[Tensor | None], derivatives: Tensor, examples: int) -> None:
+    def backward(self, kept: list[tuple[Any, ...]], derivatives: Tensor, examples: int) -> None:
         rows = self.layer.derivative_rows(derivatives.detach().to(self.layer.dtype))
         moment = row_moment(rows, homogeneous=False, diagonal=self.wide_derivative)
         self.derivative = moment if self.derivative is None else self.derivative.add_(moment)
         if kept:
-            self._count(kept.pop(), rows.shape[1])
-
-    def _count(self, activation: Tensor | None, rows: int) -> None:
-        self.rows += rows
-        if activation is None:
-            # Only the bias is trained: the row of every location is the leading 1.
-            assert self.derivative is not None
-            activation = self.derivative.new_full((self.layer.groups, 1, 1), rows)
-        self.activation = activation if self.activation is None else self.activation + activation
+            new = kept.pop()
+            self.activation = tuple(map(add, self.activation, new)) if self.activation else new
+            self.rows += rows.shape[1]
 
     def moments(self, examples: int) -> tuple[Moment, ...]:
-        if self.activation is None or self.derivative is None:
+        if self.derivative is None:
             return ()
-        return (
-            Moment(self.activation, examples, of_derivatives=False),
-            Moment(self.derivative, self.rows, of_derivatives=True),
-        )
+        activation = self.activation_moments(examples)
+        return (*activation, Moment(self.derivative, self.rows, of_derivatives=True))
+
+    def activation_sums(self, inputs: Tensor, outputs: Tensor) -> tuple[Any, ...]:
+        """Return what one call adds to the statistics of activations: its part of Ω."""
+        if "weight" not in self.trained:
+            # The row of every location is the leading 1.
+            rows = outputs.numel() // (self.layer.groups * self.layer.factor_sizes()[1])
+            return (inputs.new_full((self.layer.groups, 1, 1), rows),)
+        source = self.layer.row_source(inputs, outputs)
+        homogeneous, diagonal = "bias" in self.trained, self.wide_activation
+        moment = self.layer.activation_moment(source, homogeneous=homogeneous, diagonal=diagonal)
+        return (moment,)
+
+    def activation_moments(self, examples: int) -> tuple[Moment, ...]:
+        """Return the moments of activations, from the sums over all calls."""
+        (total,) = self.activation
+        return (Moment(total, examples, of_derivatives=False),)

@@ -1,4 +1,4 @@
-"""Kronecker factors of a Fisher block, their damping and their inverses.
+"""Kronecker factors of a Fisher block, their damping, and the inverses of blocks.
 
 Notation (section 2.2 and Theorem 2 of the paper): a block is approximated by Ω ⊗ Γ, with the
 activation factor Ω (groups, n, n) and the derivative factor Γ (groups, m, m). A gradient is a
@@ -85,17 +85,36 @@ class Bases(NamedTuple):
         return result if self.derivative is None else self.derivative @ result
 
 
-class KroneckerInverse(ABC):
+class Inverse(ABC):
     """The inverse of one damped block, ready to be applied; its tensors are its whole state."""
 
-    tensors: dict[str, Tensor]
     #: The tensors of which only the lower triangle is read.
     triangles: ClassVar[tuple[str, ...]] = ()
     #: Whether another damping needs no new decomposition.
-    redamps_cheaply: ClassVar[bool] = False
+    redamps_cheaply: ClassVar[bool] = True
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = dict(tensors)
+
+    @abstractmethod
+    def apply(self, gradient: Tensor) -> Tensor:
+        """Return the inverse times a gradient."""
+
+    def redamped(self, damping: float) -> Self | None:
+        """Return the inverse with another damping; ``None`` if the block must be inverted anew."""
+        return None
+
+    def averaged(self, moments: Tensor, decay: float) -> Self:
+        """Return the inverse updated with moments that statistics measured for it."""
+        return self
+
+    def continuing(self, previous: Self) -> Self:
+        """Return the inverse with what the previous inverse of the layer had measured."""
+        return self
+
+
+class KroneckerInverse(Inverse):
+    """The inverse of a damped block Ω ⊗ Γ, which is applied to (groups, m, n)."""
 
     @classmethod
     @abstractmethod
@@ -107,14 +126,6 @@ class KroneckerInverse(ABC):
     def shapes(cls, activation: Shape, derivative: Shape) -> dict[str, Shape]:
         """Return the shapes of ``tensors`` for factors of these shapes."""
 
-    @abstractmethod
-    def apply(self, gradient: Tensor) -> Tensor:
-        """Return the inverse times a gradient (groups, m, n)."""
-
-    def redamped(self, factors: Factors, damping: float) -> Self:
-        """Return the inverse with another damping, for the same factors."""
-        return self.of(factors, damping)
-
 
 class FactoredInverse(KroneckerInverse):
     """Γ_damped⁻¹ V Ω_damped⁻¹ (eqn 11) from the Cholesky decompositions of the damped factors.
@@ -123,6 +134,7 @@ class FactoredInverse(KroneckerInverse):
     """
 
     triangles = Factors._fields
+    redamps_cheaply = False
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
@@ -148,8 +160,6 @@ class FactoredInverse(KroneckerInverse):
 class EigenInverse(KroneckerInverse):
     """(Ω ⊗ Γ + δ I)⁻¹ exactly, from the factors' eigendecompositions (appendix A.2)."""
 
-    redamps_cheaply = True
-
     @property
     def bases(self) -> Bases:
         return Bases(*(self.tensors.get(f"{name}_basis") for name in Factors._fields))
@@ -174,7 +184,7 @@ class EigenInverse(KroneckerInverse):
         damped = self.tensors["eigenvalues"] + self.tensors["damping"]
         return self.bases.combine(self.bases.coordinates(gradient) * reciprocal_or_zero(damped))
 
-    def redamped(self, factors: Factors, damping: float) -> Self:
+    def redamped(self, damping: float) -> Self:
         shift = torch.full_like(self.tensors["damping"], damping)
         return type(self)({**self.tensors, "damping": shift})
 

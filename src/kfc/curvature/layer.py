@@ -3,24 +3,15 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kfc._helpers import require_keys
-from kfc.curvature.kronecker import Factors, Shape
-from kfc.curvature.statistics import LayerStatistics
+from kfc.curvature.kronecker import Factors, Inverse, Shape
+from kfc.curvature.statistics import LayerStatistics, MomentLayout
 from kfc.layers import Layer
-
-
-class Inverse(Protocol):
-    """The inverse of a damped block, ready to be applied; its tensors are its whole state."""
-
-    tensors: dict[str, Tensor]
-
-    def apply(self, gradient: Tensor) -> Tensor:
-        """Return the inverse times a gradient."""
 
 
 class LayerState(NamedTuple):
@@ -59,6 +50,8 @@ class LayerCurvature(ABC):
 
     #: How ``describe`` names the approximation.
     treatment: ClassVar[str]
+    #: The kind of inverse.
+    inverse_class: type[Inverse]
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
@@ -86,41 +79,20 @@ class LayerCurvature(ABC):
     def invert(self, running: tuple[Tensor, ...], damping: float) -> Inverse:
         """Return the inverse of the block with these averages, damped by δ = λ + γ."""
 
-    @property
-    def redamps_cheaply(self) -> bool:
-        """Whether another damping needs no new decomposition."""
-        return True
-
     def redamped(self, damping: float) -> Inverse:
         """Return the inverse of the same block with another damping."""
-        assert self.state.running is not None
-        return self.invert(self.state.running, damping)
+        running, inverse = self.state.running, self.state.inverse
+        assert running is not None
+        assert inverse is not None
+        return inverse.redamped(damping) or self.invert(running, damping)
 
-    @abstractmethod
     def inverse_shapes(self) -> dict[str, Shape]:
         """Return the shapes of an inverse's tensors, for the parameters trained now."""
-
-    def inverse_triangles(self) -> tuple[str, ...]:
-        """Return the names of the inverse's tensors that their lower triangle determines."""
-        return ()
-
-    @abstractmethod
-    def restore_inverse(self, tensors: Mapping[str, Tensor]) -> Inverse:
-        """Return an inverse from its tensors, from a checkpoint or from another process."""
+        return {"inverse": self.running_shapes()[0]}
 
     @abstractmethod
     def apply_inverse(self, inverse: Inverse, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return an inverse times the gradients of the trained parameters, by role."""
-
-    def update_inverse(
-        self, inverse: Inverse, measured: tuple[Tensor, ...], decay: float
-    ) -> Inverse:
-        """Return the inverse updated with the statistics that were measured for it."""
-        return inverse
-
-    def succeed(self, inverse: Inverse, previous: Inverse) -> Inverse:
-        """Return a new inverse with what the previous one had measured."""
-        return inverse
 
     def factors(self) -> Factors | None:
         """Return Ω and Γ, batched over groups, if the block consists of them."""
@@ -160,10 +132,11 @@ class LayerCurvature(ABC):
         """
         return self.new_statistics(self._usable_inverse(fresh))
 
-    def moment_shapes(self, *, fresh: bool) -> tuple[Shape, ...]:
-        """Return the shapes of the moments that :meth:`statistics` will gather."""
+    def moment_layout(self, *, fresh: bool) -> MomentLayout:
+        """Return the layout of the moments that :meth:`statistics` will gather."""
         measured = () if self._usable_inverse(fresh) is None else self.measured_shapes()
-        return self.running_shapes() + measured
+        layer, shapes = self.layer, self.running_shapes() + measured
+        return MomentLayout(shapes, layer.dtype, layer.weight.device)
 
     def _usable_inverse(self, fresh: bool) -> Inverse | None:
         return self.state.inverse if self.is_current() and not fresh else None
@@ -177,22 +150,14 @@ class LayerCurvature(ABC):
         if state.roles != self.trained_roles():
             state = LayerState(self.trained_roles(), damping=state.damping)
         count = len(state.running or self.running_shapes())
-        inverse = state.inverse
-        if inverse is not None and len(means) > count:
-            inverse = self.update_inverse(inverse, means[count:], decay)
-        running = means[:count]
+        running, inverse = means[:count], state.inverse
+        if inverse is not None:
+            for moments in means[count:]:
+                inverse = inverse.averaged(moments, decay)
         if state.running is not None:
             for old, new in zip(state.running, running, strict=True):
                 torch.lerp(old.to(new.dtype), new, 1 - decay, out=new)
         self.state = state._replace(running=running, inverse=inverse)
-
-    def forget(self) -> None:
-        """Drop the averages and the inverse."""
-        self.state = LayerState()
-
-    def drop_averages(self) -> None:
-        """Drop the averages, but keep the inverse."""
-        self.state = self.state._replace(running=None)
 
     # Inverses
 
@@ -204,7 +169,7 @@ class LayerCurvature(ABC):
         """Replace the inverse by a newer one, on the layer's device."""
         inverse = self._at_home(inverse)
         if self.state.inverse is not None:
-            inverse = self.succeed(inverse, self.state.inverse)
+            inverse = inverse.continuing(self.state.inverse)
         self.state = self.state._replace(inverse=inverse, damping=damping)
 
     def _at_home(self, inverse: Inverse) -> Inverse:
@@ -214,10 +179,10 @@ class LayerCurvature(ABC):
         if not away:
             return inverse
         here = {key: tensor.to(home) for key, tensor in away.items()}
-        return self.restore_inverse({**inverse.tensors, **here})
+        return self.inverse_class({**inverse.tensors, **here})
 
     def restore(self, state: LayerState) -> None:
-        """Return to an earlier state."""
+        """Replace the state, usually by an earlier one."""
         self.state = state
 
     def solve(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -240,7 +205,7 @@ class LayerCurvature(ABC):
         inverse, dtype = self.state.inverse, self.layer.dtype
         tensors = {} if inverse is None else inverse.tensors
         if any(t.is_floating_point() and t.dtype != dtype for t in tensors.values()):
-            inverse = self.restore_inverse({key: t.to(dtype) for key, t in tensors.items()})
+            inverse = self.inverse_class({key: t.to(dtype) for key, t in tensors.items()})
             self.state = self.state._replace(inverse=inverse)
         return inverse
 
@@ -275,7 +240,7 @@ class LayerCurvature(ABC):
 
         inverse = None
         if saved["inverse"]:
-            inverse = self.restore_inverse({k: own(t) for k, t in saved["inverse"].items()})
+            inverse = self.inverse_class({k: own(t) for k, t in saved["inverse"].items()})
         running = tuple(own(tensor) for tensor in saved["running"]) or None
         self.state = LayerState(tuple(saved["roles"]), running, inverse, saved["damping"])
 

@@ -1,27 +1,19 @@
 """The approximate Fisher matrix of a model: one block per layer."""
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kfc._helpers import raise_differences, require_choice, require_keys
-from kfc.curvature.kronecker import INVERSES, Shape, trace
-from kfc.curvature.layer import Block, Inverse, LayerState
+from kfc.curvature.kronecker import INVERSES, Inverse, trace
+from kfc.curvature.layer import Block, LayerCurvature, LayerState
 from kfc.curvature.options import Approximation
 from kfc.curvature.statistics import BatchStatistics
 from kfc.distributed.reducer import Reducer
 from kfc.layers import Plan
-
-
-class MomentLayout(NamedTuple):
-    """The shapes, dtype and device of the moments that a layer's statistics consist of."""
-
-    shapes: tuple[Shape, ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 class ModelCurvature:
@@ -53,15 +45,6 @@ class ModelCurvature:
     def layers_without_statistics(self) -> list[str]:
         return [name for name, layer in self.layers.items() if layer.lacks_statistics()]
 
-    def layouts(self, names: Collection[str], *, fresh: bool) -> dict[str, MomentLayout]:
-        """Return the layout of the moments that the named layers will gather."""
-        found = {}
-        for name in names:
-            curvature = self.layers[name]
-            shapes, weight = curvature.moment_shapes(fresh=fresh), curvature.layer.weight
-            found[name] = MomentLayout(shapes, curvature.layer.dtype, weight.device)
-        return found
-
     def update(self, batch: BatchStatistics) -> None:
         """Average the statistics of a batch into the running averages (eqn 33)."""
         for name, moments in batch.moments.items():
@@ -71,7 +54,7 @@ class ModelCurvature:
     def replace(self, batch: BatchStatistics) -> None:
         """Replace all that is known about the layers by the statistics of a batch."""
         for name in batch.moments:
-            self.layers[name].forget()
+            self.layers[name].restore(LayerState())
         self.update(batch)
 
     def snapshot(self) -> dict[str, LayerState]:
@@ -88,6 +71,14 @@ class ModelCurvature:
     def lacks_inverses(self) -> bool:
         return any(layer.lacks_inverse() for layer in self.layers.values())
 
+    def _known(self) -> dict[str, LayerCurvature]:
+        """Return the layers with running averages for the parameters trained now."""
+        return {
+            name: layer
+            for name, layer in self.layers.items()
+            if layer.state.running is not None and layer.is_current()
+        }
+
     def refresh_inverses(self, damping: Callable[[str], float], *, only_missing: bool) -> None:
         """Invert every known block, damped by δ of its layer, or only those without an inverse."""
         blocks = self.blocks(damping, only_missing=only_missing)
@@ -103,10 +94,8 @@ class ModelCurvature:
         """
         due = {
             name: layer
-            for name, layer in self.layers.items()
-            if layer.state.running is not None
-            and layer.is_current()
-            and (layer.state.inverse is None or not only_missing)
+            for name, layer in self._known().items()
+            if layer.state.inverse is None or not only_missing
         }
         if not due:
             return {}
@@ -123,12 +112,13 @@ class ModelCurvature:
         return {name: layer.block(damping(name)) for name, layer in due.items()}
 
     def _drop_averages(self, name: str) -> None:
-        if self.layers[name].state.inverse is None:
+        layer = self.layers[name]
+        if layer.state.inverse is None:
             raise RuntimeError(
                 f"the factors of layer {name!r} are not finite, and there is no earlier inverse; "
                 "check the checkpoint they came from, or call estimate_factors"
             )
-        self.layers[name].drop_averages()
+        layer.restore(layer.state._replace(running=None))
         warnings.warn(
             f"the factors of layer {name!r} are not finite and were dropped; its last inverse is "
             "used until new statistics arrive",
@@ -151,9 +141,9 @@ class ModelCurvature:
         current = [
             name
             for name, block in blocks.items()
-            if self.layers[name].state.roles == block.roles and self.layers[name].is_current()
+            if self.layers[name].is_current() and self.layers[name].state.roles == block.roles
         ]
-        for name, inverse in self._reducer.distribute(self.layers, current, own).items():
+        for name, inverse in self._reducer.distribute(current, own).items():
             self.layers[name].adopt_inverse(inverse, blocks[name].damping)
 
     def redamped(self, damping: float) -> dict[str, LayerState]:
@@ -161,22 +151,14 @@ class ModelCurvature:
 
         Call it just after :meth:`refresh_inverses` of all layers.
         """
-        known = {
-            name: layer
-            for name, layer in self.layers.items()
-            if layer.state.inverse is not None
-            and layer.state.running is not None
-            and layer.is_current()
-        }
+        known = {n: layer for n, layer in self._known().items() if layer.state.inverse is not None}
 
         def redamp(name: str) -> Inverse:
             return known[name].redamped(damping)
 
-        costly = [name for name, layer in known.items() if not layer.redamps_cheaply]
-        cheap = [name for name, layer in known.items() if layer.redamps_cheaply]
-        found = self._reducer.compute_held(cheap, redamp)
-        own = self._reducer.compute(costly, redamp)
-        found |= self._reducer.distribute(self.layers, costly, own)
+        costly = [n for n, layer in known.items() if not layer.inverse_class.redamps_cheaply]
+        found = {name: redamp(name) for name in known if name not in costly}
+        found |= self._reducer.distribute(costly, self._reducer.compute(costly, redamp))
         return {
             name: layer.state._replace(inverse=found[name], damping=damping)
             for name, layer in known.items()

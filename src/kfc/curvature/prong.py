@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from kfc.curvature.kronecker import Factors, Shape
-from kfc.curvature.layer import Inverse
+from kfc.curvature.kronecker import Factors, Inverse, Shape
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.curvature.sua import PixelStatistics, SUACurvature, expanded_factor
 
@@ -22,7 +21,7 @@ class PRONGCurvature(SUACurvature):
         return super().are_wide()[0], False
 
     def new_statistics(self, inverse: Inverse | None) -> LayerStatistics:
-        return _WhiteStatistics(self.layer, self.are_wide()[0], diagonal=True)
+        return _WhiteStatistics(self.layer, (self.are_wide()[0], True))
 
     def factor_shapes(self) -> tuple[Shape, Shape]:
         return super().factor_shapes()[0], (self.layer.groups, self.layer.factor_sizes()[1])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kfc.curvature.kronecker import trace
+from kfc.curvature.kronecker import Shape, trace
 
 
 class Moment(NamedTuple):
@@ -37,6 +37,14 @@ class Moment(NamedTuple):
     def to_mean_(self) -> Tensor:
         """Divide the sum by its weight, in place."""
         return self.total.div_(self.weight)
+
+
+class MomentLayout(NamedTuple):
+    """The shapes, dtype and device of the moments that a layer's statistics consist of."""
+
+    shapes: tuple[Shape, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
 class LayerStatistics(ABC):

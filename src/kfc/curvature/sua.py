@@ -1,16 +1,14 @@
 """SUA: Kronecker factors with spatially uncorrelated activations."""
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfc.curvature.kfc import KroneckerCurvature
-from kfc.curvature.kronecker import Factors, Shape
-from kfc.curvature.layer import Inverse
+from kfc.curvature.kfc import FactorStatistics, KroneckerCurvature
+from kfc.curvature.kronecker import Factors, Inverse, Shape
 from kfc.curvature.statistics import LayerStatistics, Moment
-from kfc.layers import MatrixLayer
 from kfc.moments.patches import row_moment
 from kfc.moments.stationary import uncorrelated_factor
 
@@ -27,8 +25,7 @@ class SUACurvature(KroneckerCurvature):
     treatment = "Kronecker factors, uncorrelated activations"
 
     def new_statistics(self, inverse: Inverse | None) -> LayerStatistics:
-        wide_activation, wide_derivative = self.are_wide()
-        return PixelStatistics(self.layer, wide_activation, diagonal=wide_derivative)
+        return PixelStatistics(self.layer, self.are_wide())
 
     def running_shapes(self) -> tuple[Shape, ...]:
         layer, (wide, _) = self.layer, self.are_wide()
@@ -69,32 +66,14 @@ def expanded_factor(pixel: Tensor, counts: Tensor, offsets: int) -> Tensor:
     return factor if homogeneous else factor[:, 1:, 1:].contiguous()
 
 
-class _Pixels(NamedTuple):
-    """The pixel moment, the number of pixels and the boundary counts of one or more calls."""
-
-    moment: Tensor
-    pixels: int
-    counts: Tensor
-
-
-class PixelStatistics(LayerStatistics):
+class PixelStatistics(FactorStatistics):
     """Pixels: mean of (1, a)ᵀ (1, a) over examples and pixels. β: mean over examples.
 
-    Γ: mean over rows; only its diagonal if ``diagonal``.
+    Γ as in KFC.
     """
 
-    def __init__(self, layer: MatrixLayer, wide_activation: bool, *, diagonal: bool) -> None:
-        self.layer = layer
-        self.diagonal = diagonal
-        self.trained = layer.trained()
-        self.wide_activation = wide_activation
-        self.pixels: _Pixels | None = None
-        self.derivative: Tensor | None = None
-        self.rows = 0
-
-    def forward(self, inputs: Tensor, outputs: Tensor) -> list[_Pixels]:
-        """Return the call's pixel moment, in a list that ``backward`` empties."""
-        inputs = inputs.detach().to(self.layer.dtype)
+    def activation_sums(self, inputs: Tensor, outputs: Tensor) -> tuple[Any, ...]:
+        """Return a call's pixel moment, number of pixels and boundary counts."""
         rows = self.layer.pixel_rows(inputs, outputs)
         counts = self.layer.boundary_counts(inputs, outputs)
         if "weight" not in self.trained:
@@ -102,25 +81,11 @@ class PixelStatistics(LayerStatistics):
         elif "bias" not in self.trained:
             counts = counts[1:, 1:]
         moment = row_moment(rows, homogeneous=True, diagonal=self.wide_activation)
-        return [_Pixels(moment, rows.shape[1], counts)]
+        return moment, rows.shape[1], counts
 
-    def backward(self, kept: list[_Pixels], derivatives: Tensor, examples: int) -> None:
-        rows = self.layer.derivative_rows(derivatives.detach().to(self.layer.dtype))
-        moment = row_moment(rows, homogeneous=False, diagonal=self.diagonal)
-        self.derivative = moment if self.derivative is None else self.derivative.add_(moment)
-        if not kept:
-            return
-        self.rows += rows.shape[1]
-        old, new = self.pixels, kept.pop()
-        if old is not None:
-            new = _Pixels(old.moment + new.moment, old.pixels + new.pixels, old.counts + new.counts)
-        self.pixels = new
-
-    def moments(self, examples: int) -> tuple[Moment, ...]:
-        if self.pixels is None or self.derivative is None:
-            return ()
+    def activation_moments(self, examples: int) -> tuple[Moment, ...]:
+        moment, pixels, counts = self.activation
         return (
-            Moment(self.pixels.moment, self.pixels.pixels, of_derivatives=False),
-            Moment(self.pixels.counts, examples, of_derivatives=False),
-            Moment(self.derivative, self.rows, of_derivatives=True),
+            Moment(moment, pixels, of_derivatives=False),
+            Moment(counts, examples, of_derivatives=False),
         )

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from kfc._helpers import require_keys, require_whole
-from kfc.curvature.layer import Block, Inverse
+from kfc.curvature.kronecker import Inverse
+from kfc.curvature.layer import Block
 from kfc.curvature.model import ModelCurvature
 from kfc.distributed.options import Parallel
 
@@ -91,10 +92,16 @@ class InverseRefresher:
             self._apply_if_ready(step)
 
     def _begin(self, step: int, latest: int, blocks: Mapping[str, Block]) -> None:
-        # Also the blocks that other ranks invert: the state dict contains them.
-        copies = {name: _copied(block) for name, block in blocks.items()}
+        # Also the blocks that other ranks invert: the state dict contains them. Copied, because the
+        # model's device may be the CPU.
+        copies = {
+            name: block._replace(
+                running=tuple(tensor.detach().to("cpu", copy=True) for tensor in block.running)
+            )
+            for name, block in blocks.items()
+        }
         assert self._thread is not None
-        share = self._thread.submit(_invert, self._curvature, copies)
+        share = self._thread.submit(torch.no_grad()(self._curvature.invert), copies)
         self._job = Job(step, latest, copies, share)
 
     def _apply_if_ready(self, step: int) -> None:
@@ -175,25 +182,14 @@ class InverseRefresher:
 
 def _one_core_thread() -> ThreadPoolExecutor:
     """Return a thread that uses one core, and leaves the others to training."""
+
+    def use_one_core() -> None:
+        torch.set_num_threads(1)
+        torch.get_num_threads()  # reading it gives the thread a number of its own
+
     thread = ThreadPoolExecutor(1, "kfc-inverses")
     before = torch.get_num_threads()
-    thread.submit(_use_one_core).result()
+    thread.submit(use_one_core).result()
     # The number belongs to the thread, but later threads would also start with it.
     torch.set_num_threads(before)
     return thread
-
-
-def _use_one_core() -> None:
-    torch.set_num_threads(1)
-    torch.get_num_threads()  # reading it gives the thread a number of its own
-
-
-def _copied(block: Block) -> Block:
-    """Return a block on the CPU; copied, because the model's device may be the CPU."""
-    running = tuple(tensor.detach().to("cpu", copy=True) for tensor in block.running)
-    return block._replace(running=running)
-
-
-@torch.no_grad()
-def _invert(curvature: ModelCurvature, blocks: Mapping[str, Block]) -> dict[str, Inverse]:
-    return curvature.invert(blocks)

@@ -29,15 +29,15 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return total
 
 
-def require_same(ranks: Ranks, tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
+def require_same(ranks: Ranks, tensors: Mapping[str, Tensor], when: str, remedy: str) -> None:
     """Raise an error on all ranks if a tensor differs between them.
 
     Args:
-        tensors: the tensors, by the names that the error uses; the same names on all ranks.
-        what: what is compared, and when.
+        tensors: by the names that the error uses, which are the same on all ranks.
+        when: where training is.
         remedy: what to do about a difference.
     """
-    if ranks.size == 1 or not tensors:
+    if not tensors:
         return
     home = next(iter(tensors.values())).device
     own = torch.stack([fingerprint(tensor).to(home) for tensor in tensors.values()])
@@ -50,7 +50,7 @@ def require_same(ranks: Ranks, tensors: Mapping[str, Tensor], what: str, remedy:
     name = list(tensors)[min(by_rank)]
     differing = [str(rank) for rank, place in enumerate(by_rank) if place == min(by_rank)]
     raise CollectiveError(
-        f"{what}: {name} on rank {', '.join(differing)} differs from rank 0's. {remedy}"
+        f"{when}: {name} on rank {', '.join(differing)} differs from rank 0's. {remedy}"
     )
 
 
@@ -71,33 +71,30 @@ def require_equal_ranks(
     Args:
         with_inverse: the layers whose inverse every rank has.
     """
-    parameters = dict(model.named_parameters())
-    require_same(
-        ranks,
-        {f"parameter {name!r}": parameter for name, parameter in parameters.items()},
-        f"step {step}",
-        "Ranks that differ train different models: give all ranks the same seed, or wrap the model "
-        "in DistributedDataParallel before the optimizer is made",
-    )
-    require_same(
-        ranks,
-        {f"the gradient of {name!r}": gradients.get(name, NO_GRADIENT) for name in parameters},
-        f"step {step}",
-        "Wrap the model in DistributedDataParallel and run the wrapper, or average gradients over "
-        "the ranks before step()",
-    )
-    tensors = {}
+    named = dict(model.named_parameters())
+    curvature = {}
     for name, layer in layers.items():
         for index, tensor in enumerate(layer.state.running or ()):
-            tensors[f"statistic {index} of layer {name!r}"] = tensor
+            curvature[f"statistic {index} of layer {name!r}"] = tensor
     for name, layer in with_inverse.items():
         inverse = layer.state.inverse
         for key, tensor in ({} if inverse is None else inverse.tensors).items():
-            tensors[f"the inverse ({key}) of layer {name!r}"] = tensor
-    require_same(
-        ranks,
-        tensors,
-        f"step {step}",
-        "The ranks compute different results from the same inputs: do they have the same hardware "
-        'and number of threads? placement="shared" sends results instead',
-    )
+            curvature[f"the inverse ({key}) of layer {name!r}"] = tensor
+    for tensors, remedy in (
+        (
+            {f"parameter {name!r}": parameter for name, parameter in named.items()},
+            "Ranks that differ train different models: give all ranks the same seed, or wrap the "
+            "model in DistributedDataParallel before the optimizer is made",
+        ),
+        (
+            {f"the gradient of {name!r}": gradients.get(name, NO_GRADIENT) for name in named},
+            "Wrap the model in DistributedDataParallel and run the wrapper, or average gradients "
+            "over the ranks before step()",
+        ),
+        (
+            curvature,
+            "The ranks compute different results from the same inputs: do they have the same "
+            'hardware and number of threads? placement="shared" sends results instead',
+        ),
+    ):
+        require_same(ranks, tensors, f"step {step}", remedy)

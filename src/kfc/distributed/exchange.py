@@ -1,36 +1,18 @@
 """Statistics summed over all ranks while the ranks continue with their backward passes."""
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kfc._helpers import widest
-from kfc.curvature.model import MomentLayout
-from kfc.curvature.statistics import BatchStatistics, Moment
-from kfc.distributed.packing import from_wire, is_folded, to_wire, wire_numbers
+from kfc.curvature.statistics import BatchStatistics, Moment, MomentLayout
+from kfc.distributed.packing import Packing, is_symmetric
 from kfc.distributed.ranks import Ranks
-
-ABOUT = "statistics"
-
-
-class Received(NamedTuple):
-    """The sums over all ranks.
-
-    Attributes:
-        moments: the sums of totals and of weights, by layer.
-        examples: the number of examples of all ranks.
-        bad_ranks: the ranks whose own statistics were not finite.
-    """
-
-    moments: dict[str, tuple[Moment, ...]]
-    examples: int
-    bad_ranks: list[int]
 
 
 class Exchange:
-    """One sum over all ranks, in progress from its construction until :meth:`wait`.
+    """One sum over all ranks, in progress from its construction until :meth:`add_to_`.
 
     A layer that did not run on this rank counts as zero, with weight zero.
 
@@ -48,53 +30,54 @@ class Exchange:
         bad: Tensor,
     ) -> None:
         self._size = ranks.size
-        self._layouts = layouts
+        self._packings = {name: _packings(layout) for name, layout in layouts.items()}
         header = [float(batch.examples), *(0.0 for _ in range(ranks.size))]
         tensors: list[Tensor] = []
-        for name, layout in layouts.items():
-            moments = batch.moments.get(name, ())
-            for index, shape in enumerate(layout.shapes):
-                moment = moments[index] if moments else None
-                header += (moment.weight, float(moment.of_derivatives)) if moment else (0.0, 0.0)
-                tensors.append(_to_wire(moment, shape, layout))
+        for name, packings in self._packings.items():
+            dtype, device = layouts[name].dtype, layouts[name].device
+            moments = batch.moments.get(name) or [None] * len(packings)
+            for moment, packing in zip(moments, packings, strict=True):
+                if moment is None:
+                    header += (0.0, 0.0)
+                    tensors.append(torch.zeros(packing.numbers, dtype=dtype, device=device))
+                else:
+                    header += (moment.weight, float(moment.of_derivatives))
+                    tensors.append(packing.pack(moment.total))
         home = next(iter(layouts.values())).device
         first = torch.tensor(header, dtype=widest(home), device=home)
         first[1 + ranks.rank] = bad.to(first)
-        self._messages = ranks.start_sum([first, *tensors], ABOUT)
+        self._messages = ranks.start_sum([first, *tensors], "statistics")
 
-    def wait(self) -> Received:
+    def add_to_(self, batch: BatchStatistics) -> list[int]:
+        """Add the sums to a batch, and return the ranks whose statistics were not finite."""
         first, *tensors = self._messages.wait()
         examples, *numbers = first.tolist()
-        bad, described = numbers[: self._size], numbers[self._size :]
+        bad, described = numbers[: self._size], iter(numbers[self._size :])
+        received = iter(tensors)
         moments: dict[str, tuple[Moment, ...]] = {}
-        index = 0
-        for name, layout in self._layouts.items():
-            sums = []
-            for shape in layout.shapes:
-                weight, derivatives = described[2 * index : 2 * index + 2]
-                total = from_wire(tensors[index], shape, symmetric=is_folded(shape))
-                sums.append(Moment(total, weight, of_derivatives=derivatives > 0))
-                index += 1
+        for name, packings in self._packings.items():
+            sums = [
+                Moment(
+                    packing.unpack(next(received)),
+                    next(described),
+                    of_derivatives=next(described) > 0,
+                )
+                for packing in packings
+            ]
             if any(moment.weight for moment in sums):
                 moments[name] = tuple(sums)
-        ranks = [rank for rank, flag in enumerate(bad) if flag != 0]
-        return Received(moments, int(examples), ranks)
+        batch.add(moments, int(examples))
+        return [rank for rank, flag in enumerate(bad) if flag != 0]
 
 
 def statistics_bytes(layouts: Iterable[MomentLayout], ranks: int) -> int:
     """Return the bytes that one exchange sends."""
-    layouts = list(layouts)
-    header = 1 + ranks + 2 * sum(len(layout.shapes) for layout in layouts)
-    return 8 * header + sum(
-        layout.dtype.itemsize * wire_numbers(shape, symmetric=is_folded(shape))
-        for layout in layouts
-        for shape in layout.shapes
-    )
+    count, size = 0, 0
+    for layout in layouts:
+        count += len(layout.shapes)
+        size += layout.dtype.itemsize * sum(packing.numbers for packing in _packings(layout))
+    return 8 * (1 + ranks + 2 * count) + size
 
 
-def _to_wire(moment: Moment | None, shape: tuple[int, ...], layout: MomentLayout) -> Tensor:
-    symmetric = is_folded(shape)
-    if moment is not None:
-        return to_wire(moment.total, symmetric=symmetric)
-    numbers = wire_numbers(shape, symmetric=symmetric)
-    return torch.zeros(numbers, dtype=layout.dtype, device=layout.device)
+def _packings(layout: MomentLayout) -> list[Packing]:
+    return [Packing(shape, is_symmetric(shape)) for shape in layout.shapes]

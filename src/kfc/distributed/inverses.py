@@ -1,140 +1,61 @@
-"""Inverses computed by their owners and sent to the ranks that need them."""
+"""What the inverse of a layer costs to compute and to send, and how it is sent."""
 
-from collections.abc import Callable, Iterable, Mapping
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from kfc.curvature.layer import Inverse, LayerCurvature
-from kfc.distributed.options import Parallel
-from kfc.distributed.packing import from_wire, is_folded, to_wire, wire_numbers
-from kfc.distributed.placement import LayerSize, Placement, place
-from kfc.distributed.ranks import Ranks
-from kfc.distributed.reducer import Reducer
-
-ABOUT_INVERSES, ABOUT_GRADIENTS = "inverses", "natural gradients"
+from kfc.curvature.kronecker import Inverse
+from kfc.curvature.layer import LayerCurvature
+from kfc.distributed.packing import Packing, is_symmetric
+from kfc.distributed.placement import LayerSize
 
 
-class RemoteInverse:
-    """Stands for an inverse that another rank keeps for itself."""
-
-    tensors: dict[str, Tensor]
+class RemoteInverse(Inverse):
+    """A stand-in for an inverse that another rank keeps for itself."""
 
     def __init__(self) -> None:
-        self.tensors = {}
+        super().__init__({})
 
     def apply(self, gradient: Tensor) -> Tensor:
         """Return a tensor for the natural gradient, which the other rank sends."""
         return torch.empty_like(gradient)
 
-
-class InverseReducer(Reducer):
-    """Computes inverses according to their placement, and sends them to the ranks that need them.
-
-    Attributes:
-        placements: where the inverse of every layer is computed.
-    """
-
-    def __init__(self, ranks: Ranks, parallel: Parallel) -> None:
-        super().__init__()
-        self.rank, self.size = ranks.rank, ranks.size
-        self.ranks = ranks
-        self.parallel = parallel
-        self.placements: Mapping[str, Placement] = {}
-
-    def place(self, layers: Mapping[str, LayerCurvature], period: int) -> None:
-        sizes = {name: layer_size(layer) for name, layer in layers.items()}
-        self.placements = place(sizes, self.size, self.parallel.placement, period)
-
-    def is_everywhere(self, name: str) -> bool:
-        return not self.placements[name].kept
-
-    def compute(self, names: Iterable[str], make: Callable[[str], Inverse]) -> dict[str, Inverse]:
-        mine = (None, self.rank)
-        return {name: make(name) for name in names if self.placements[name].owner in mine}
-
-    def compute_held(
-        self, names: Iterable[str], make: Callable[[str], Inverse]
-    ) -> dict[str, Inverse]:
-        kept = {name: p.owner for name, p in self.placements.items() if p.kept}
-        return {
-            n: make(n) if kept.get(n, self.rank) == self.rank else RemoteInverse() for n in names
-        }
-
-    def distribute(
-        self,
-        layers: Mapping[str, LayerCurvature],
-        names: Iterable[str],
-        own: Mapping[str, Inverse],
-    ) -> dict[str, Inverse]:
-        found: dict[str, Inverse] = {}
-        sent: dict[int, list[str]] = {}
-        for name in names:
-            owner, kept = self.placements[name]
-            if owner is not None and not kept:
-                sent.setdefault(owner, []).append(name)
-            else:
-                found[name] = own.get(name) or RemoteInverse()
-        messages = {
-            owner: self.ranks.start_broadcast(
-                [_to_wire(layers[name], own.get(name)) for name in theirs], owner, ABOUT_INVERSES
-            )
-            for owner, theirs in sent.items()
-        }
-        for owner, theirs in sent.items():
-            for name, numbers in zip(theirs, messages[owner].wait(), strict=True):
-                found[name] = _from_wire(layers[name], numbers)
-        return found
-
-    def complete_(self, natural: Mapping[str, Mapping[str, Tensor]]) -> None:
-        theirs: dict[int, list[Tensor]] = {}
-        for name, by_parameter in natural.items():
-            owner, kept = self.placements[name]
-            if kept and owner is not None:
-                theirs.setdefault(owner, []).extend(by_parameter.values())
-        messages = [
-            (tensors, self.ranks.start_broadcast(tensors, owner, ABOUT_GRADIENTS))
-            for owner, tensors in theirs.items()
-        ]
-        for tensors, message in messages:
-            for tensor, arrived in zip(tensors, message.wait(), strict=True):
-                tensor.copy_(arrived)
+    def redamped(self, damping: float) -> Self:
+        return self
 
 
-def _to_wire(curvature: LayerCurvature, inverse: Inverse | None) -> Tensor:
+def pack_inverse(curvature: LayerCurvature, inverse: Inverse | None) -> Tensor:
     """Return an inverse as a vector; without an inverse, an empty vector to receive one."""
     home, dtype = curvature.layer.weight.device, curvature.layer.dtype
-    parts = []
-    for key, shape in curvature.inverse_shapes().items():
-        symmetric = _is_triangle(curvature, key, shape)
-        if inverse is None:
-            parts.append(torch.empty(wire_numbers(shape, symmetric=symmetric), device=home))
-        else:
-            parts.append(to_wire(inverse.tensors[key], symmetric=symmetric))
+    packings = _packings(curvature)
+    if inverse is None:
+        return torch.empty(_numbers(curvature), dtype=dtype, device=home)
+    parts = [packing.pack(inverse.tensors[key]) for key, packing in packings.items()]
     return torch.cat([part.to(home, dtype) for part in parts])
 
 
-def _from_wire(curvature: LayerCurvature, numbers: Tensor) -> Inverse:
-    # The owner does this too: what it computed need not be symmetric to the last bit.
-    tensors, start = {}, 0
-    for key, shape in curvature.inverse_shapes().items():
-        symmetric = _is_triangle(curvature, key, shape)
-        end = start + wire_numbers(shape, symmetric=symmetric)
-        tensors[key] = from_wire(numbers[start:end], shape, symmetric=symmetric)
-        start = end
-    return curvature.restore_inverse(tensors)
+def unpack_inverse(curvature: LayerCurvature, numbers: Tensor) -> Inverse:
+    """Invert :func:`pack_inverse`.
+
+    The owner does this too, because what it computed need not be symmetric to the last bit.
+    """
+    packings = _packings(curvature)
+    parts = numbers.split([packing.numbers for packing in packings.values()])
+    named = zip(packings.items(), parts, strict=True)
+    return curvature.inverse_class({key: packing.unpack(part) for (key, packing), part in named})
 
 
-def _is_triangle(curvature: LayerCurvature, key: str, shape: tuple[int, ...]) -> bool:
-    return key in curvature.inverse_triangles() and is_folded(shape)
+def _packings(curvature: LayerCurvature) -> dict[str, Packing]:
+    triangles = curvature.inverse_class.triangles
+    return {
+        key: Packing(shape, key in triangles and is_symmetric(shape))
+        for key, shape in curvature.inverse_shapes().items()
+    }
 
 
-def inverse_numbers(curvature: LayerCurvature) -> int:
-    """Return how many numbers are sent for a layer's inverse."""
-    return sum(
-        wire_numbers(shape, symmetric=_is_triangle(curvature, name, shape))
-        for name, shape in curvature.inverse_shapes().items()
-    )
+def _numbers(curvature: LayerCurvature) -> int:
+    return sum(packing.numbers for packing in _packings(curvature).values())
 
 
 def layer_size(curvature: LayerCurvature) -> LayerSize:
@@ -143,16 +64,16 @@ def layer_size(curvature: LayerCurvature) -> LayerSize:
     squares = [
         shape
         for name, shape in curvature.inverse_shapes().items()
-        if is_folded(shape) and name != "eigenvalues"
+        if is_symmetric(shape) and name != "eigenvalues"
     ]
     # In units of n³: an eigendecomposition with its vectors, or a Cholesky decomposition.
-    per_cube = 9.0 if curvature.redamps_cheaply else 1 / 3
+    per_cube = 9.0 if curvature.inverse_class.redamps_cheaply else 1 / 3
     cubes = sum(groups * size**3 for groups, size, _ in squares)
     bytes_each = curvature.layer.dtype.itemsize
     return LayerSize(
         # Never zero, so that cheap inverses are distributed evenly too.
         max(1.0, per_cube * cubes),
-        bytes_each * inverse_numbers(curvature),
+        bytes_each * _numbers(curvature),
         bytes_each * sum(parameter.numel() for parameter in curvature.layer.trained().values()),
         can_be_kept=not curvature.measured_shapes(),
     )

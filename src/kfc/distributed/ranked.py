@@ -2,20 +2,21 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kfc._helpers import all_finite
+from kfc.curvature.kronecker import Inverse
 from kfc.curvature.layer import LayerCurvature
-from kfc.curvature.model import MomentLayout
 from kfc.curvature.statistics import BatchStatistics
 from kfc.distributed.consistency import require_equal_ranks
 from kfc.distributed.exchange import Exchange, statistics_bytes
-from kfc.distributed.inverses import InverseReducer, layer_size
+from kfc.distributed.inverses import RemoteInverse, layer_size, pack_inverse, unpack_inverse
 from kfc.distributed.options import Parallel
+from kfc.distributed.placement import Placement, place
 from kfc.distributed.ranks import Ranks, join_ranks
 from kfc.distributed.reducer import Reducer
 from kfc.fisher.likelihoods import Likelihood
@@ -31,11 +32,16 @@ def make_reducer(model: nn.Module, parallel: Parallel) -> tuple[nn.Module, Reduc
     return model, RankReducer(ranks, parallel)
 
 
-class RankReducer(InverseReducer):
+class RankReducer(Reducer):
     """Joins the work of the ranks of a process group; each has its part of the batch."""
 
     def __init__(self, ranks: Ranks, parallel: Parallel) -> None:
-        super().__init__(ranks, parallel)
+        super().__init__()
+        self.rank, self.size = ranks.rank, ranks.size
+        self._ranks = ranks
+        self._parallel = parallel
+        self._layers: Mapping[str, LayerCurvature] = {}
+        self._placements: Mapping[str, Placement] = {}
         self._exchanges: list[Exchange] = []
         self._output_is_bad: Tensor | None = None
         self._known_bad: set[int] = set()
@@ -45,8 +51,46 @@ class RankReducer(InverseReducer):
     def check_model(self, model: nn.Module) -> None:
         pass
 
+    def place(self, layers: Mapping[str, LayerCurvature], period: int) -> None:
+        self._layers = layers
+        sizes = {name: layer_size(layer) for name, layer in layers.items()}
+        self._placements = place(sizes, self.size, self._parallel.placement, period)
+
     def begin_step(self, step: int) -> None:
-        self.ranks.at(step)
+        self._ranks.at(step)
+
+    def check_equal(
+        self, model: nn.Module, gradients: Mapping[str, Tensor], step: int, *, first: bool
+    ) -> None:
+        period = self._parallel.consistency_period
+        if first or (period is not None and is_due(period, step)):
+            held = {n: layer for n, layer in self._layers.items() if self.is_everywhere(n)}
+            require_equal_ranks(self._ranks, model, gradients, self._layers, held, step)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "size": self.size,
+            "placement": {name: p._asdict() for name, p in self._placements.items()},
+            "sent": dict(self._ranks.traffic),
+            "expected": self._expected_traffic(),
+        }
+
+    def _expected_traffic(self) -> dict[str, int]:
+        """Return the bytes that one gathering of statistics, one refresh and one step send."""
+        trained = [layer for layer in self._layers.values() if layer.trained_roles()]
+        layouts = [layer.moment_layout(fresh=False) for layer in trained]
+        inverses, gradients = 0, 0
+        for name, (owner, kept) in self._placements.items():
+            size = layer_size(self._layers[name])
+            if owner is not None:
+                inverses += 0 if kept else size.inverse_bytes
+                gradients += size.gradient_bytes if kept else 0
+        return {
+            "statistics": statistics_bytes(layouts, self.size),
+            "inverses": inverses,
+            "natural gradients": gradients,
+        }
 
     # Statistics
 
@@ -80,99 +124,91 @@ class RankReducer(InverseReducer):
         flags = self.gather([float(own)])
         return sorted(self._known_bad | {rank for rank, (flag,) in enumerate(flags) if flag})
 
-    def send(
-        self, batch: BatchStatistics, layouts: Callable[[], Mapping[str, MomentLayout]]
-    ) -> None:
-        if not self.ranks.are_accumulating():
-            self._start(batch, layouts())
+    def send_(self, batch: BatchStatistics, names: Collection[str]) -> None:
+        if not self._ranks.are_accumulating():
+            self._start_(batch, names, fresh=False)
 
-    def _start(self, batch: BatchStatistics, layouts: Mapping[str, MomentLayout]) -> None:
+    def _start_(self, batch: BatchStatistics, names: Collection[str], *, fresh: bool) -> None:
+        layouts = {name: self._layers[name].moment_layout(fresh=fresh) for name in names}
         bad = ~all_finite(batch.traces())
-        self._exchanges.append(Exchange(self.ranks, batch, layouts, bad))
+        self._exchanges.append(Exchange(self._ranks, batch, layouts, bad))
         batch.clear()
 
-    def receive(
-        self,
-        batch: BatchStatistics,
-        layouts: Callable[[Collection[str]], Mapping[str, MomentLayout]],
-        required: Collection[str],
-        optional: Collection[str],
-    ) -> BatchStatistics:
-        names = [*required, *self._gathered_anywhere(batch, optional)]
+    def receive_(
+        self, batch: BatchStatistics, names: Collection[str], *, due: bool, fresh: bool
+    ) -> None:
+        if names and not due:
+            flags = self._ranks.largest([float(name in batch.moments) for name in names])
+            names = [name for name, flag in zip(names, flags, strict=True) if flag]
         if names and (batch.moments or not self._exchanges):
-            self._start(batch, layouts(names))
+            self._start_(batch, names, fresh=fresh)
         for exchange in self._exchanges:
-            received = exchange.wait()
-            batch.add(received.moments, received.examples)
-            self._known_bad.update(received.bad_ranks)
+            self._known_bad.update(exchange.add_to_(batch))
         self._exchanges.clear()
-        return batch
-
-    def _gathered_anywhere(self, batch: BatchStatistics, names: Collection[str]) -> list[str]:
-        if not names:
-            return []
-        flags = self.ranks.largest([float(name in batch.moments) for name in names])
-        return [name for name, flag in zip(names, flags, strict=True) if flag]
 
     def drop(self) -> None:
         for exchange in self._exchanges:
-            exchange.wait()  # the other ranks would wait for this one
+            exchange.add_to_(BatchStatistics())  # the other ranks would wait for this one
         self._exchanges.clear()
         self._output_is_bad = None
         self._known_bad.clear()
 
     def mean_product(self, value: Tensor, examples: int, likelihood: Likelihood) -> Tensor:
         own = value * (examples * likelihood.growth(examples, 1))
-        both = self.ranks.start_sum([own, own.new_tensor(float(examples))], "norms").wait()
+        both = self._ranks.start_sum([own, own.new_tensor(float(examples))], "norms").wait()
         total, count = both
         return total * (likelihood.growth(1, count.item() / self.size) / count)
 
     # Numbers
 
     def share(self, value: Any) -> Any:
-        return self.ranks.share(value)
+        return self._ranks.share(value)
 
     def mean(self, numbers: Sequence[float]) -> list[float]:
-        return self.ranks.mean(numbers)
+        return self._ranks.mean(numbers)
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        return self.ranks.gather(numbers)
+        return self._ranks.gather(numbers)
 
-    def check_equal(
-        self,
-        model: nn.Module,
-        gradients: Mapping[str, Tensor],
-        layers: Mapping[str, LayerCurvature],
-        step: int,
-        *,
-        first: bool,
-    ) -> None:
-        period = self.parallel.consistency_period
-        if first or (period is not None and is_due(period, step)):
-            held = {n: layer for n, layer in layers.items() if self.is_everywhere(n)}
-            require_equal_ranks(self.ranks, model, gradients, layers, held, step)
+    # Inverses
 
-    def describe(self, layers: Mapping[str, LayerCurvature]) -> dict[str, Any] | None:
-        return {
-            "rank": self.rank,
-            "size": self.size,
-            "placement": {name: p._asdict() for name, p in self.placements.items()},
-            "sent": dict(self.ranks.traffic),
-            "expected": self._expected_traffic(layers),
+    def compute(self, names: Iterable[str], make: Callable[[str], Inverse]) -> dict[str, Inverse]:
+        mine = (None, self.rank)
+        return {name: make(name) for name in names if self._placements[name].owner in mine}
+
+    def distribute(self, names: Iterable[str], own: Mapping[str, Inverse]) -> dict[str, Inverse]:
+        found: dict[str, Inverse] = {}
+        sent: dict[int, list[str]] = {}
+        for name in names:
+            owner, kept = self._placements[name]
+            if owner is not None and not kept:
+                sent.setdefault(owner, []).append(name)
+            else:
+                found[name] = own.get(name) or RemoteInverse()
+        messages = {
+            owner: self._ranks.start_broadcast(
+                [pack_inverse(self._layers[n], own.get(n)) for n in theirs], owner, "inverses"
+            )
+            for owner, theirs in sent.items()
         }
+        for owner, theirs in sent.items():
+            for name, numbers in zip(theirs, messages[owner].wait(), strict=True):
+                found[name] = unpack_inverse(self._layers[name], numbers)
+        return found
 
-    def _expected_traffic(self, layers: Mapping[str, LayerCurvature]) -> dict[str, int]:
-        """Return the bytes that one gathering of statistics, one refresh and one step send."""
-        placements = self.placements
-        sizes = {name: layer_size(layer) for name, layer in layers.items()}
-        layouts = [
-            MomentLayout(c.moment_shapes(fresh=False), c.layer.dtype, c.layer.weight.device)
-            for c in layers.values()
-            if c.trained_roles()
+    def is_everywhere(self, name: str) -> bool:
+        return not self._placements[name].kept
+
+    def complete_(self, natural: Mapping[str, Mapping[str, Tensor]]) -> None:
+        theirs: dict[int, list[Tensor]] = {}
+        for name, by_parameter in natural.items():
+            owner, kept = self._placements[name]
+            if kept and owner is not None:
+                theirs.setdefault(owner, []).extend(by_parameter.values())
+        messages = [
+            (tensors, self._ranks.start_broadcast(tensors, owner, "natural gradients"))
+            for owner, tensors in theirs.items()
         ]
-        sent = [name for name in layers if placements[name].owner is not None]
-        return {
-            "statistics": statistics_bytes(layouts, self.size),
-            "inverses": sum(sizes[n].inverse_bytes for n in sent if not placements[n].kept),
-            "natural gradients": sum(sizes[n].gradient_bytes for n in sent if placements[n].kept),
-        }
+        for tensors, message in messages:
+            for tensor, arrived in zip(tensors, message.wait(), strict=True):
+                tensor.copy_(arrived)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,17 +64,13 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.traffic: Counter[str] = Counter()
         self._step: int | None = None
-        self._number_device = _number_device(group, device)
-        if self.size > 1 and dist.get_backend(group) == dist.Backend.GLOO:
-            self._wait_for_all_ranks()
-
-    def _wait_for_all_ranks(self) -> None:
-        """Wait for every rank; on rank 0, the error names those that do not come."""
-        assert self.group is not None
-        with self.naming_errors("monitored_barrier"):
-            dist.monitored_barrier(
-                self.group, timeout=group_timeout(self.group), wait_all_ranks=True
-            )
+        # From the CPU where the group's backend supports it.
+        cpu = group is None or "cpu" in str(dist.get_backend_config(group))
+        self._number_device = torch.device("cpu") if cpu else device
+        if group is not None and self.size > 1 and dist.get_backend(group) == dist.Backend.GLOO:
+            # Wait for every rank; on rank 0, the error names those that do not come.
+            with self.naming_errors("monitored_barrier"):
+                dist.monitored_barrier(group, timeout=group_timeout(group), wait_all_ranks=True)
 
     def are_accumulating(self) -> bool:
         """Return whether the next backward pass only accumulates gradients, without averaging."""
@@ -88,32 +85,29 @@ class Ranks:
 
     # Tensors
 
-    def start_sum(self, tensors: Sequence[Tensor], about: str) -> Arriving:
+    def start_sum(self, tensors: Sequence[Tensor], about: str) -> Messages | Arrived:
         """Start to sum each tensor over all ranks, without waiting for the result."""
-        if self.size == 1:
-            return Arrived(tensors)
-        messages = self._pack(tensors, "all_reduce", about)
-        with messages.naming_errors():
-            for flat in messages.buckets:
-                messages.add(dist.all_reduce(flat, group=self.group, async_op=True))
-        return messages
+        return self._start("all_reduce", tensors, about)
 
-    def start_broadcast(self, tensors: Sequence[Tensor], source: int, about: str) -> Arriving:
+    def start_broadcast(
+        self, tensors: Sequence[Tensor], source: int, about: str
+    ) -> Messages | Arrived:
         """Start to send the tensors of rank ``source`` to all ranks, without waiting."""
+        return self._start("broadcast", tensors, about, group_src=source)
+
+    def _start(
+        self, collective: str, tensors: Sequence[Tensor], about: str, **options: int
+    ) -> Messages | Arrived:
         if self.size == 1:
             return Arrived(tensors)
-        messages = self._pack(tensors, "broadcast", about)
-        with messages.naming_errors():
-            for flat in messages.buckets:
-                work = dist.broadcast(flat, group_src=source, group=self.group, async_op=True)
-                messages.add(work)
-        return messages
-
-    def _pack(self, tensors: Sequence[Tensor], collective: str, about: str) -> Messages:
         buckets = _in_buckets(tensors, self._number_device)
-        messages = Messages(buckets, tensors, self, f"{collective} of {about}")
-        self.traffic[about] += sum(flat.nbytes for flat in messages.buckets)
-        return messages
+        self.traffic[about] += sum(flat.nbytes for flat, _ in buckets)
+        naming_errors = partial(self.naming_errors, f"{collective} of {about}")
+        with naming_errors():
+            start = partial(getattr(dist, collective), group=self.group, async_op=True, **options)
+            works = [start(flat) for flat, _ in buckets]
+        likes = [(tensor.shape, tensor.device) for tensor in tensors]
+        return Messages(buckets, likes, works, naming_errors)
 
     # Numbers and small objects
 
@@ -193,13 +187,6 @@ class Ranks:
             ) from error
 
 
-class Arriving(Protocol):
-    """Tensors that a collective is sending."""
-
-    def wait(self) -> list[Tensor]:
-        """Return the received tensors, in the order of those sent."""
-
-
 class Arrived(NamedTuple):
     """Tensors of a single process, which sends nothing."""
 
@@ -209,46 +196,34 @@ class Arrived(NamedTuple):
         return list(self.tensors)
 
 
-class Messages:
+class Messages(NamedTuple):
     """Tensors on their way to all ranks, packed into a few flat buckets.
 
     Attributes:
-        buckets: vectors, each of one dtype and device.
+        buckets: vectors, each with the indices of the tensors that it concatenates.
+        likes: the shape and device of every tensor.
+        works: the collectives in progress.
+        naming_errors: returns the context in which to wait for them.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[tuple[Tensor, list[int]]],
-        tensors: Sequence[Tensor],
-        ranks: Ranks,
-        collective: str,
-    ) -> None:
-        self.buckets = [flat for flat, _ in buckets]
-        self._indices = [indices for _, indices in buckets]
-        self._like = [(tensor.shape, tensor.device) for tensor in tensors]
-        self._ranks = ranks
-        self._collective = collective
-        self._works: list[dist.Work] = []
-
-    def add(self, work: dist.Work | None) -> None:
-        if work is not None:
-            self._works.append(work)
-
-    def naming_errors(self) -> AbstractContextManager[None]:
-        return self._ranks.naming_errors(self._collective)
+    buckets: Sequence[tuple[Tensor, list[int]]]
+    likes: Sequence[tuple[torch.Size, torch.device]]
+    works: Sequence[dist.Work | None]
+    naming_errors: Callable[[], AbstractContextManager[None]]
 
     def wait(self) -> list[Tensor]:
         """Return the received tensors, as views of the buckets where devices allow it."""
         with self.naming_errors():
-            for work in self._works:
-                work.wait()
+            for work in self.works:
+                if work is not None:
+                    work.wait()
         arrived: dict[int, Tensor] = {}
-        for flat, indices in zip(self.buckets, self._indices, strict=True):
-            likes = [self._like[index] for index in indices]
-            parts = flat.split([shape.numel() for shape, _ in likes])
-            for index, part, (shape, device) in zip(indices, parts, likes, strict=True):
+        for flat, indices in self.buckets:
+            parts = flat.split([self.likes[index][0].numel() for index in indices])
+            for index, part in zip(indices, parts, strict=True):
+                shape, device = self.likes[index]
                 arrived[index] = part.view(shape).to(device)
-        return [arrived[index] for index in range(len(self._like))]
+        return [arrived[index] for index in range(len(self.likes))]
 
 
 def _in_buckets(
@@ -299,12 +274,3 @@ def join_ranks(model: nn.Module, choice: Group) -> tuple[nn.Module, Ranks]:
         return model, Ranks(None)
     parameter = next(model.parameters(), None)
     return model, Ranks(group, None if parameter is None else parameter.device, wrapper)
-
-
-def _number_device(
-    group: dist.ProcessGroup | None, device: torch.device | None
-) -> torch.device | None:
-    """Return the CPU if the group's backend supports it, otherwise the model's device."""
-    if group is None or "cpu" in str(dist.get_backend_config(group)):
-        return torch.device("cpu")
-    return device

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from kfc.layers.synchronised import mixes_ranks
 
 if TYPE_CHECKING:
-    from kfc.curvature.layer import Inverse, LayerCurvature
-    from kfc.curvature.model import MomentLayout
+    from kfc.curvature.kronecker import Inverse
+    from kfc.curvature.layer import LayerCurvature
     from kfc.curvature.statistics import BatchStatistics
     from kfc.fisher.likelihoods import Likelihood
     from kfc.statistics.generator import OwnGenerator
@@ -25,16 +25,15 @@ class Reducer:
     This class is the case of one process: every method returns its argument and sends nothing.
     :class:`kfc.distributed.ranked.RankReducer` is the case of several ranks; all of them call the
     same methods in the same order.
+
+    Args:
+        expects_group: a default process group that exists by the first step is an error.
     """
 
     rank = 0
     size = 1
 
     def __init__(self, *, expects_group: bool = False) -> None:
-        """
-        Args:
-            expects_group: a default process group that exists by the first step is an error.
-        """
         self._expects_group = expects_group
 
     # Setup and steps
@@ -47,8 +46,35 @@ class Reducer:
                 "was made for one process; pass the ranks' group: parallel=kfc.Parallel(group=...)"
             )
 
+    def place(self, layers: Mapping[str, LayerCurvature], period: int) -> None:
+        """Set the layers of the model, and decide which rank computes which inverse.
+
+        Args:
+            period: the number of steps that an inverse is used for.
+        """
+
     def begin_step(self, step: int) -> None:
         """Record the step in progress, which errors of collectives report."""
+
+    def check_equal(
+        self, model: nn.Module, gradients: Mapping[str, Tensor], step: int, *, first: bool
+    ) -> None:
+        """Raise an error that names the first difference between ranks, when a check is due.
+
+        Args:
+            first: whether this is the first step since the start or since a state was loaded.
+        """
+        late = first and self._expects_group and dist.is_available() and dist.is_initialized()
+        if late and dist.get_world_size() > 1:
+            raise RuntimeError(
+                "torch.distributed was initialised after the optimizer, which was made for one "
+                "process; make the optimizer afterwards, or with "
+                "parallel=kfc.Parallel(group=None) to train in this process alone"
+            )
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return who computes what and how much was sent, for ``diagnostics``."""
+        return None
 
     # Statistics
 
@@ -72,33 +98,26 @@ class Reducer:
         """Return the ranks with values that are not finite in this step, if there are several."""
         return []
 
-    def send(
-        self, batch: BatchStatistics, layouts: Callable[[], Mapping[str, MomentLayout]]
-    ) -> None:
+    def send_(self, batch: BatchStatistics, names: Collection[str]) -> None:
         """Start to sum the statistics of a batch over all ranks, unless more passes will follow.
 
-        The statistics sent are removed from the batch. :meth:`receive` returns their sums.
+        The statistics sent are removed from the batch. :meth:`receive_` adds their sums.
 
         Args:
-            layouts: returns the layouts of all layers that any rank may have gathered.
+            names: the layers that any rank may have gathered.
         """
 
-    def receive(
-        self,
-        batch: BatchStatistics,
-        layouts: Callable[[Collection[str]], Mapping[str, MomentLayout]],
-        required: Collection[str],
-        optional: Collection[str],
-    ) -> BatchStatistics:
-        """Return the statistics of all ranks.
+    def receive_(
+        self, batch: BatchStatistics, names: Collection[str], *, due: bool, fresh: bool
+    ) -> None:
+        """Add what other ranks gathered, and what was sent, to the statistics of a batch.
 
         Args:
             batch: what this rank gathered and has not sent.
-            layouts: returns the layouts of layers.
-            required: the layers that every rank gathers in this step.
-            optional: the layers that some ranks may have gathered.
+            names: the layers that any rank may have gathered.
+            due: whether every rank gathers all of them in this step.
+            fresh: see :meth:`kfc.curvature.layer.LayerCurvature.statistics`.
         """
-        return batch
 
     def drop(self) -> None:
         """Discard statistics that were sent, and whether values were finite."""
@@ -125,53 +144,13 @@ class Reducer:
         """Return the numbers of every rank."""
         return [list(numbers)]
 
-    def check_equal(
-        self,
-        model: nn.Module,
-        gradients: Mapping[str, Tensor],
-        layers: Mapping[str, LayerCurvature],
-        step: int,
-        *,
-        first: bool,
-    ) -> None:
-        """Raise an error that names the first difference between ranks, when a check is due.
-
-        Args:
-            first: whether this is the first step since the start or since a state was loaded.
-        """
-        late = first and self._expects_group and dist.is_available() and dist.is_initialized()
-        if late and dist.get_world_size() > 1:
-            raise RuntimeError(
-                "torch.distributed was initialised after the optimizer, which was made for one "
-                "process; make the optimizer afterwards, or with "
-                "parallel=kfc.Parallel(group=None) to train in this process alone"
-            )
-
     # Inverses
-
-    def place(self, layers: Mapping[str, LayerCurvature], period: int) -> None:
-        """Decide which rank computes which inverse.
-
-        Args:
-            period: the number of steps that an inverse is used for.
-        """
 
     def compute(self, names: Iterable[str], make: Callable[[str], Inverse]) -> dict[str, Inverse]:
         """Return the inverses that this rank computes."""
         return {name: make(name) for name in names}
 
-    def compute_held(
-        self, names: Iterable[str], make: Callable[[str], Inverse]
-    ) -> dict[str, Inverse]:
-        """Return all inverses, each computed by every rank that holds the layer's inverse."""
-        return {name: make(name) for name in names}
-
-    def distribute(
-        self,
-        layers: Mapping[str, LayerCurvature],
-        names: Iterable[str],
-        own: Mapping[str, Inverse],
-    ) -> dict[str, Inverse]:
+    def distribute(self, names: Iterable[str], own: Mapping[str, Inverse]) -> dict[str, Inverse]:
         """Return the inverses of all named layers from every rank's share."""
         return {name: own[name] for name in names}
 
@@ -180,8 +159,4 @@ class Reducer:
         return True
 
     def complete_(self, natural: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Fill in, in place, natural gradients of layers whose inverse another rank holds."""
-
-    def describe(self, layers: Mapping[str, LayerCurvature]) -> dict[str, Any] | None:
-        """Return who computes what and how much was sent, for ``diagnostics``."""
-        return None
+        """Fill in the natural gradients of layers whose inverse another rank holds."""

@@ -69,7 +69,7 @@ class CurvatureAccess:
             "total_seconds": {"statistics": 0.0, **engine.schedule.total_seconds},
             "periods": engine.schedule.describe(engine.steps + 1),
             "staleness": engine.refresher.staleness(engine.steps),
-            "ranks": engine.reducer.describe(engine.curvature.layers),
+            "ranks": engine.reducer.describe(),
             "layers": layers,
         }
 

@@ -149,9 +149,7 @@ class Engine:
             if self.steps == 0:
                 self._require_statistics(gradients, batch)
             self.schedule.begin_measuring(self.collector.started, self.collector.spent)
-            self.reducer.check_equal(
-                self.model, gradients, self.curvature.layers, self.steps + 1, first=self._is_first
-            )
+            self.reducer.check_equal(self.model, gradients, self.steps + 1, first=self._is_first)
             self._is_first = False
             return batch if self._is_good(gradients, batch, overflow, wait) else None
 

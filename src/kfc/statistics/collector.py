@@ -1,7 +1,7 @@
 """The statistics of a step, collected from its forward passes."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kfc._helpers import all_finite
-from kfc.curvature.model import ModelCurvature, MomentLayout
+from kfc.curvature.model import ModelCurvature
 from kfc.curvature.statistics import BatchStatistics
 from kfc.distributed.reducer import Reducer
 from kfc.fisher.calls import ModelCall, without_autocast
@@ -210,11 +210,8 @@ class Collector:
 
     def _send(self) -> None:
         start = now(self._clock_device)
-        self._reducer.send(self._batch, lambda: self._layouts(self._wanted()))
+        self._reducer.send_(self._batch, self._wanted())
         self.spent += now(self._clock_device) - start
-
-    def _layouts(self, names: Collection[str]) -> Mapping[str, MomentLayout]:
-        return self._curvature.layouts(names, fresh=self._estimating)
 
     # The step
 
@@ -228,8 +225,8 @@ class Collector:
         """
         self._close_open_passes(loss_scale)
         start = now(self._clock_device)
-        required, optional = (self._wanted(), []) if self._due else ([], self._wanted())
-        batch = self._reducer.receive(self._batch, self._layouts, required, optional)
+        batch = self._batch
+        self._reducer.receive_(batch, self._wanted(), due=self._due, fresh=self._estimating)
         if batch.moments:
             self.spent += now(self._clock_device) - start
         if batch.examples:
