@@ -268,6 +268,14 @@ def test_approximations_equal_their_dense_forms(name, bias, groups):
 
 
 @pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", ["kfc", "autocovariance", "sua", "prong"])
+def test_blocks_of_two_factors_are_kronecker_products(name, groups):
+    block = APPROXIMATIONS[name].build(small_record(groups))
+    expected = torch.block_diag(*map(torch.kron, *block.factors))
+    assert_close(block.to_dense(), expected)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
 def test_independent_block_equals_lemma_1(groups):
     """Lemma 1 is Σ_t Σ_t′ E[a_t a_t′ᵀ] ⊗ E[Ds_t Ds_t′ᵀ], here in a loop over pairs."""
     record = small_record(groups)
@@ -316,7 +324,7 @@ def test_diagonal_and_unit_wise_blocks_are_parts_of_the_exact_block(groups):
 def test_ekfac_is_the_diagonal_in_the_eigenbasis_of_kfc():
     record = small_record()
     block = APPROXIMATIONS["ekfac"].build(record)
-    basis = torch.kron(block.activation_basis[0], block.derivative_basis[0])
+    basis = torch.kron(block.bases.activation[0], block.bases.derivative[0])
     inside = basis.T @ ExactBlock(record).to_dense() @ basis
     assert_close(block.to_dense(), basis @ inside.diagonal().diag() @ basis.T)
     kfc_block = APPROXIMATIONS["kfc"].build(record).to_dense()

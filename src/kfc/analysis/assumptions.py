@@ -20,6 +20,7 @@ from kfc.analysis.correlations import (
     cross_map_moments,
     derivative_maps,
     offset_reach,
+    offset_steps,
     products_by_offset,
     ratio_or_zero,
 )
@@ -161,7 +162,7 @@ def estimate(values: Tensor, *, least: float = 0.0, most: float = math.inf) -> E
 def spatial_correlation(maps: Maps, reach: int, bootstrap: Bootstrap) -> dict[str, Estimate]:
     """Measure SUD or SUA: the mean magnitude of correlations between locations of a map."""
     middle = offset_reach(maps.size, reach)
-    distance = _distances(middle)
+    distance = offset_steps(middle).sum(0).flatten()
     found = []
     for some in bootstrap.split(maps, len(distance)):
         products = bootstrap.means(products_by_offset(some, reach))
@@ -174,14 +175,6 @@ def spatial_correlation(maps: Maps, reach: int, bootstrap: Bootstrap) -> dict[st
         "neighbouring locations": estimate(near, most=1.0),
         f"locations up to {max(middle)} apart": estimate(all_of_them, most=1.0),
     }
-
-
-def _distances(reach: tuple[int, ...]) -> Tensor:
-    """Return the sum of steps along each axis, for every offset, (offsets,)."""
-    total = torch.zeros((), dtype=torch.long)
-    for limit in reach:
-        total = total.unsqueeze(-1) + torch.arange(-limit, limit + 1).abs()
-    return total.flatten()
 
 
 def homogeneity(maps: Mapping[str, Maps], bootstrap: Bootstrap) -> Assumption:
@@ -214,7 +207,9 @@ def whiteness(derivatives: Maps, bootstrap: Bootstrap) -> Assumption:
 
     If there are more than ``MOST_MAPS`` maps, an even selection is used.
     """
-    moments = bootstrap.means(cross_map_moments(derivatives.at_most(MOST_MAPS)))
+    step = math.ceil(derivatives.maps / MOST_MAPS)
+    some = Maps(derivatives.values[:, :, ::step])
+    moments = bootstrap.means(cross_map_moments(some))
     live = (moments[0].diagonal() > 0).nonzero().flatten()
     moments = moments[:, live][:, :, live]
     pairs = len(live) * (len(live) - 1)

@@ -22,7 +22,7 @@ from kfc.analysis.krylov import (
     random_start,
     top_eigenvalues,
 )
-from kfc.curvature.kronecker import Factors
+from kfc.curvature.kronecker import Bases, Factors, trace
 
 GIB = 1 << 30
 DEFAULT_MAX_GIB = 2.0
@@ -66,9 +66,16 @@ class Block(ABC):
     def trace(self) -> float:
         """Return the trace."""
 
-    @abstractmethod
     def dense(self) -> Tensor:
         """Return the matrix, (size, size); :meth:`to_dense` checks the memory first."""
+        identity = torch.eye(self.size, dtype=self.like.dtype, device=self.like.device)
+        return self.product(self.from_order_of_dense(identity)).mT.flatten(1)
+
+    def from_order_of_dense(self, flat: Tensor) -> Tensor:
+        """Return vectors (..., groups, I, n) from coordinates (..., size) of the dense form."""
+        groups, rows, columns = self.shape
+        transposed: Tensor = flat.unflatten(-1, (groups, columns, rows))
+        return transposed.mT
 
     def to_dense(self, max_gib: float = DEFAULT_MAX_GIB) -> Tensor:
         """Return the matrix, (size, size), in the order of ``vector.mT.flatten()``.
@@ -92,14 +99,14 @@ class Block(ABC):
 
     def top_eigenvalues(self, count: int) -> Tensor:
         """Return the largest eigenvalues, descending, by Lanczos' method."""
-        return top_eigenvalues(self.product, self.random_vector(), count)
+        return top_eigenvalues(self.product, random_start(self.shape, self.like), count)
 
     def operator_norm(self) -> float:
         """Return the largest magnitude of an eigenvalue."""
         spectrum = self.spectrum()
         if spectrum is not None:
             return float(spectrum.abs().max()) if len(spectrum) else 0.0
-        return operator_norm(self.product, self.random_vector())
+        return operator_norm(self.product, random_start(self.shape, self.like))
 
     def smallest_eigenvalue(self) -> float:
         """Return the smallest eigenvalue, or 0 for sums of outer products without full rank."""
@@ -110,10 +117,6 @@ class Block(ABC):
         """Return whether the block is positive semi-definite, up to rounding."""
         smallest = self.smallest_eigenvalue()
         return smallest >= 0 or smallest >= -NEGATIVE_TOLERANCE * self.operator_norm()
-
-    def random_vector(self, seed: int = 0) -> Tensor:
-        """Return a vector of Gaussian numbers."""
-        return random_start(self.shape, self.like, seed)
 
     def _solve_by_products(self, vector: Tensor, damping: float) -> Tensor:
         require_number("damping", damping, positive=True)
@@ -140,22 +143,16 @@ def in_widest(values: Tensor) -> Tensor:
     return values.to(widest(values.device))
 
 
-def descending(values: Tensor) -> Tensor:
-    ordered, _ = values.flatten().sort(descending=True)
-    return ordered
-
-
-def block_diagonal(blocks: list[Tensor]) -> Tensor:
-    joined: Tensor = torch.block_diag(*blocks)
-    return joined
-
-
 class DiagonalBlock(Block):
-    """A diagonal, (groups, I, n)."""
+    """A diagonal, (groups, I, n), in the product of two orthogonal bases, if given.
 
-    def __init__(self, diagonal: Tensor) -> None:
+    In the eigenbases of Ω and Γ, this is the block of EKFAC.
+    """
+
+    def __init__(self, diagonal: Tensor, bases: Bases | None = None) -> None:
         super().__init__(diagonal.shape, diagonal)
         self.diagonal = diagonal
+        self.bases = bases or Bases()
 
     def product(self, vector: Tensor) -> Tensor:
         return self._scaled(vector, self.diagonal)
@@ -164,35 +161,13 @@ class DiagonalBlock(Block):
         return self._scaled(vector, reciprocal(self.diagonal, damping))
 
     def _scaled(self, vector: Tensor, scale: Tensor) -> Tensor:
-        return scale * vector
+        return self.bases.combine(scale * self.bases.coordinates(vector))
 
     def trace(self) -> float:
         return float(self.diagonal.sum())
 
-    def dense(self) -> Tensor:
-        return self.diagonal.mT.flatten().diag()
-
     def spectrum(self) -> Tensor:
-        return descending(self.diagonal)
-
-
-class EigenvalueCorrectedBlock(DiagonalBlock):
-    """A diagonal in the Kronecker product of two bases, those of Ω and Γ (EKFAC)."""
-
-    def __init__(self, activation_basis: Tensor, derivative_basis: Tensor, moments: Tensor) -> None:
-        super().__init__(moments)
-        self.activation_basis = activation_basis
-        self.derivative_basis = derivative_basis
-
-    def _scaled(self, vector: Tensor, scale: Tensor) -> Tensor:
-        rotated = self.derivative_basis.mT @ vector @ self.activation_basis
-        back: Tensor = self.derivative_basis @ (scale * rotated) @ self.activation_basis.mT
-        return back
-
-    def dense(self) -> Tensor:
-        bases = list(map(torch.kron, self.activation_basis, self.derivative_basis))
-        scales = [moments.mT.flatten() for moments in self.diagonal]
-        return block_diagonal([b * s @ b.mT for b, s in zip(bases, scales, strict=True)])
+        return self.diagonal.flatten().sort(descending=True).values
 
 
 class KroneckerBlock(Block):
@@ -211,23 +186,19 @@ class KroneckerBlock(Block):
         return self._decomposed.solve(in_widest(vector), damping).to(vector)
 
     def trace(self) -> float:
-        traces = [f.diagonal(dim1=-2, dim2=-1).sum(-1) for f in self.factors]
-        return float((traces[0] * traces[1]).sum())
-
-    def dense(self) -> Tensor:
-        return block_diagonal([torch.kron(*pair) for pair in zip(*self.factors, strict=True)])
+        return float((trace(self.factors.activation) * trace(self.factors.derivative)).sum())
 
     def spectrum(self) -> Tensor:
         return self._decomposed.spectrum()
 
     @cached_property
-    def _decomposed(self) -> EigenvalueCorrectedBlock:
+    def _decomposed(self) -> DiagonalBlock:
         """The same matrix, in the eigenbases of its factors."""
         (activation, activation_basis), (derivative, derivative_basis) = (
             torch.linalg.eigh(in_widest(factor)) for factor in self.factors
         )
         products = derivative.unsqueeze(-1) * activation.unsqueeze(-2)
-        return EigenvalueCorrectedBlock(activation_basis, derivative_basis, products)
+        return DiagonalBlock(products, Bases(activation_basis, derivative_basis))
 
 
 class UnitBlock(Block):
@@ -238,36 +209,27 @@ class UnitBlock(Block):
         self.units = units
 
     def product(self, vector: Tensor) -> Tensor:
-        return self._from_columns(self.units @ self._columns(vector), vector)
+        image: Tensor = torch.einsum("gimn,...gin->...gim", self.units, vector)
+        return image
 
     def solve(self, vector: Tensor, damping: float) -> Tensor:
         require_number("damping", damping)
         damped = in_widest(self.units).clone()
         damped.diagonal(dim1=-2, dim2=-1).add_(damping)
+        columns = vector.reshape(-1, *self.shape).permute(1, 2, 3, 0)
         try:
-            solved = torch.linalg.solve(damped, self._columns(vector).to(damped))
+            solved: Tensor = torch.linalg.solve(damped, columns.to(damped))
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             raise UnsolvableError("the block is singular; give a damping above 0") from error
-        return self._from_columns(solved, vector)
-
-    def _columns(self, vector: Tensor) -> Tensor:
-        """Return k vectors as the columns of a matrix for every unit, (groups, I, n, k)."""
-        return vector.reshape(-1, *self.shape).permute(1, 2, 3, 0)
-
-    def _from_columns(self, columns: Tensor, like: Tensor) -> Tensor:
-        return columns.permute(3, 0, 1, 2).reshape(like.shape).to(like)
+        return solved.permute(3, 0, 1, 2).reshape(vector.shape).to(vector)
 
     def trace(self) -> float:
         return float(self.units.diagonal(dim1=-2, dim2=-1).sum())
-
-    def dense(self) -> Tensor:
-        # (groups, I, n, n) -> (groups, n, n, I, I) -> (groups, n · I, n · I)
-        by_group = self.units.permute(0, 2, 3, 1).diag_embed().transpose(2, 3)
-        return block_diagonal(list(by_group.flatten(3).flatten(1, 2)))
 
     def spectrum(self) -> Tensor:
         return self._eigenvalues
 
     @cached_property
     def _eigenvalues(self) -> Tensor:
-        return descending(torch.linalg.eigvalsh(in_widest(self.units)))
+        values: Tensor = torch.linalg.eigvalsh(in_widest(self.units))
+        return values.flatten().sort(descending=True).values

@@ -148,10 +148,8 @@ def compare_approximations(
 
 def mean_gradient(record: LayerRecord) -> Tensor:
     """Return the sum over draws and mean over examples of gradients, (groups, I, n)."""
-    total = record.zeros(*record.shape)
-    for _, gradients in record.gradient_chunks():
-        total += gradients.sum((0, 1))
-    return total / record.examples
+    sums = [gradients.sum((0, 1)) for _, gradients in record.gradient_chunks()]
+    return torch.stack(sums).sum(0) / record.examples
 
 
 def loss_gradient(
@@ -196,9 +194,15 @@ def compare_blocks(
     reference = _Reference(exact, gradient, damping, probes, seed)
     qualities, left_out = {}, {}
     for name in names:
-        tell(record.name, APPROXIMATIONS[name].title)
+        approximation = APPROXIMATIONS[name]
+        tell(record.name, approximation.title)
         try:
-            qualities[name] = reference.quality(_build(name, record, max_gib))
+            needed = approximation.elements(record) * record.dtype.itemsize / GIB
+            if needed > max_gib:
+                raise TooLargeError(f"it needs {needed:.1f} GiB, more than {max_gib:g}")
+            block = approximation.build(record)
+            block.tolerance = SOLUTION_TOLERANCE
+            qualities[name] = reference.quality(block)
         except (TooLargeError, UnsolvableError) as error:
             left_out[name] = str(error)
     return LayerComparison(
@@ -213,16 +217,6 @@ def compare_blocks(
     )
 
 
-def _build(name: str, record: LayerRecord, max_gib: float) -> Block:
-    approximation = APPROXIMATIONS[name]
-    needed = approximation.elements(record) * record.dtype.itemsize / GIB
-    if needed > max_gib:
-        raise TooLargeError(f"it needs {needed:.1f} GiB, more than {max_gib:g}")
-    block = approximation.build(record)
-    block.tolerance = SOLUTION_TOLERANCE
-    return block
-
-
 class _Reference:
     """The exact block, with everything that approximations are compared with."""
 
@@ -235,7 +229,7 @@ class _Reference:
         self.trace = exact.trace()
         self.norm = exact.operator_norm()
         self.natural = exact.solve(gradient, damping)
-        self.start = exact.random_vector(seed + 2)
+        self.start = random_start(exact.shape, exact.like, seed + 2)
         self.is_small = exact.size <= DENSE_SIZE
         if self.is_small:
             self.dense = exact.dense()
@@ -256,19 +250,15 @@ class _Reference:
         self.vectors, self.images = vectors, self.exact.product(vectors)
 
     def quality(self, block: Block) -> Quality:
-        frobenius_error, uncertainty, operator_error = self._errors(block)
         natural = block.solve(self.gradient, self.damping)
         spectrum = block.spectrum()
         norm = block.operator_norm() if spectrum is not None else 0.0
-        smallest = block.smallest_eigenvalue() / norm if norm else 0.0
         return Quality(
-            frobenius_error=frobenius_error,
-            frobenius_uncertainty=uncertainty,
-            operator_error=operator_error,
+            *self._errors(block),
             cosine=_cosine(natural, self.natural),
             decrease=self._decrease(natural),
             trace_ratio=block.trace() / self.trace if self.trace else math.nan,
-            smallest_eigenvalue=smallest,
+            smallest_eigenvalue=block.smallest_eigenvalue() / norm if norm else 0.0,
             positive=block.is_positive(),
             spectrum=spectrum,
         )

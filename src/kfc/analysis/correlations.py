@@ -37,10 +37,6 @@ class Maps:
         values = self.values.to(widest(self.values.device))
         return Maps(values - values.mean((0, 1, *range(3, values.dim())), keepdim=True))
 
-    def at_most(self, count: int) -> Maps:
-        """Return all maps or, if there are more than ``count``, every k-th one."""
-        return Maps(self.values[:, :, :: max(1, -(-self.maps // count))])
-
     def split(self, count: int) -> Iterator[Maps]:
         """Yield at most ``count`` maps at a time."""
         return map(Maps, self.values.split(count, dim=2))
@@ -79,6 +75,12 @@ def offset_reach(size: Sequence[int], reach: int) -> tuple[int, ...]:
     return tuple(min(reach, length - 1) for length in size)
 
 
+def offset_steps(limits: Sequence[int]) -> Tensor:
+    """Return the magnitude of every offset along each axis, (axes, *offsets)."""
+    steps = [torch.arange(-limit, limit + 1).abs() for limit in limits]
+    return torch.stack(torch.meshgrid(*steps, indexing="ij"))
+
+
 def products_by_offset(maps: Maps, reach: int) -> Tensor:
     """Return Σ over draws and locations u of x(u) x(u + δ), (examples, maps, *offsets)."""
     require_whole("reach", reach, low=0)
@@ -97,11 +99,11 @@ def products_by_offset(maps: Maps, reach: int) -> Tensor:
 
 def correlations_by_offset(products: Tensor, size: Sequence[int], reach: int) -> Tensor:
     """Return correlations from sums of products (..., maps, *offsets); 0 for maps of zeros."""
-    pairs = torch.ones(())
-    for length, limit in zip(size, offset_reach(size, reach), strict=True):
-        pairs = pairs.unsqueeze(-1) * (length - torch.arange(-limit, limit + 1.0).abs())
+    limits = offset_reach(size, reach)
+    lengths = torch.tensor(size).reshape(-1, *(1,) * len(size))
+    pairs = (lengths - offset_steps(limits)).prod(0)
     means = products / pairs.to(products)
-    variances = at_location(means, offset_reach(size, reach))
+    variances = at_location(means, limits)
     return ratio_or_zero(means, variances.reshape(*variances.shape, *(1,) * len(size)))
 
 
@@ -113,9 +115,7 @@ def ratio_or_zero(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 def at_location(values: Tensor, location: Sequence[int]) -> Tensor:
     """Return the values (..., *T) at one location, (...)."""
-    for index in reversed(location):
-        values = values.select(-1, index)
-    return values
+    return values[(slice(None),) * (values.dim() - len(location)) + tuple(location)]
 
 
 def autocorrelation(maps: Maps, reach: int = DEFAULT_REACH) -> Tensor:
@@ -132,8 +132,9 @@ def cross_map_moments(maps: Maps) -> Tensor:
     return torch.cat(found)
 
 
-def cross_map_moment_at(maps: Maps, location: Sequence[int]) -> Tensor:
-    """Return Σ over draws and examples of x_i x_j at one location, (maps, maps)."""
+def middle_moment(maps: Maps) -> Tensor:
+    """Return Σ over draws and examples of x_i x_j at the middle location, (maps, maps)."""
+    location = [length // 2 for length in maps.size]
     by_map = [at_location(values, location).flatten(0, 1) for values in maps.chunks()]
     return torch.stack([values.mT @ values for values in by_map]).sum(0)
 
@@ -170,8 +171,5 @@ def correlations(record: LayerRecord, reach: int = DEFAULT_REACH) -> Correlation
     """
     both = derivative_maps(record), activation_maps(record)
     offsets = [autocorrelation(maps, reach) if maps.locations > 1 else None for maps in both]
-    across = []
-    for maps in both:
-        middle = [length // 2 for length in maps.size]
-        across.append(correlation_matrix(cross_map_moment_at(maps, middle)))
+    across = [correlation_matrix(middle_moment(maps)) for maps in both]
     return Correlations(offsets[0], offsets[1], across[0], across[1])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kfc._helpers import require_number, widest
 from kfc.analysis.blocks import DEFAULT_MAX_GIB, GIB, Block, reciprocal
 from kfc.analysis.recording import LayerRecord, record_layer
-from kfc.analysis.training import diagonal
+from kfc.curvature.options import Diagonal
 from kfc.fisher.likelihoods import Likelihood
 from kfc.fisher.products import Output
 
@@ -55,7 +55,7 @@ class ExactBlock(Block):
 
     def __init__(self, record: LayerRecord, max_gib: float = DEFAULT_MAX_GIB) -> None:
         require_number("max_gib", max_gib, positive=True)
-        super().__init__(record.shape, record.zeros(0))
+        super().__init__(record.shape, record.like)
         self.record = record
         self.max_gib = max_gib
         self.rows = record.draws * record.examples
@@ -118,7 +118,8 @@ class ExactBlock(Block):
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, (groups, I, n)."""
-        return diagonal(self.record)
+        (squares,) = self.record.curvature(Diagonal()).block(damping=0.0).running
+        return squares.reshape(self.shape)
 
     def dense(self) -> Tensor:
         total = self.like.new_zeros(self.size, self.size)
@@ -137,7 +138,7 @@ class ExactBlock(Block):
         if self._is_tall():
             rotated = vector.mT.flatten(-3).to(basis) @ basis
             solution = (rotated * reciprocal(values, damping)) @ basis.mT
-            return self._from_order_of_dense(solution).to(vector)
+            return self.from_order_of_dense(solution).to(vector)
         require_number("damping", damping, positive=True)
         # (XᵀX + δ)⁻¹ v = (v - Xᵀ (XXᵀ + δ)⁻¹ X v) / δ
         inner = self.coefficients(vector).to(basis) @ basis
@@ -152,7 +153,7 @@ class ExactBlock(Block):
             return values[:0], self.like.new_zeros(0, *self.shape)
         values, basis = values[-count:].flip(0), basis[:, -count:].flip(1)
         if self._is_tall():
-            return values, self._from_order_of_dense(basis.mT).to(self.like)
+            return values, self.from_order_of_dense(basis.mT).to(self.like)
         vectors = self.combination(basis.mT.to(self.like))
         return values, vectors / values.sqrt().to(vectors).reshape(-1, 1, 1, 1)
 
@@ -168,7 +169,7 @@ class ExactBlock(Block):
     @cached_property
     def _eigen(self) -> tuple[Tensor, Tensor]:
         """The eigenvalues, ascending, and eigenvectors of the smaller of XᵀX and XXᵀ."""
-        wide = widest(self.record.device)
+        wide = widest(self.like.device)
         if self._is_tall():
             small = self.dense().to(wide)
         else:
@@ -179,11 +180,6 @@ class ExactBlock(Block):
         values, basis = torch.linalg.eigh(small)
         return values, basis
 
-    def _from_order_of_dense(self, flat: Tensor) -> Tensor:
-        groups, rows, columns = self.shape
-        transposed: Tensor = flat.unflatten(-1, (groups, columns, rows))
-        return transposed.mT
-
 
 class IndependentBlock(Block):
     """Σ_t Σ_t′ E[a_t a_t′ᵀ] ⊗ E[Ds_t Ds_t′ᵀ]: activations independent of derivatives (Lemma 1).
@@ -193,7 +189,7 @@ class IndependentBlock(Block):
     """
 
     def __init__(self, record: LayerRecord) -> None:
-        super().__init__(record.shape, record.zeros(0))
+        super().__init__(record.shape, record.like)
         self.record = record
         # (draws · examples, groups, |T|, I)
         self._derivatives = record.derivative_rows(slice(0, record.examples)).flatten(0, 1)
@@ -223,23 +219,13 @@ class IndependentBlock(Block):
 
     def trace(self) -> float:
         """Return Σ_t Σ_t′ E[a_t · a_t′] E[Ds_t · Ds_t′]."""
-        groups, locations = self.shape[0], self.record.rows_per_example
-        activation = self.like.new_zeros(groups, locations, locations)
+        locations = self.record.rows_per_example
+        activation = self.like.new_zeros(self.shape[0], locations, locations)
         derivative = torch.zeros_like(activation)
         for _, activations, derivatives in self.record.row_chunks():
-            by_location = activations.permute(1, 2, 0, 3).flatten(2)
-            activation += by_location @ by_location.mT
-            by_location = derivatives.permute(2, 3, 0, 1, 4).flatten(2)
-            derivative += by_location @ by_location.mT
+            activation += torch.einsum("mgtn,mgun->gtu", activations, activations)
+            derivative += torch.einsum("rmgti,rmgui->gtu", derivatives, derivatives)
         return float((activation * derivative).sum()) / self.record.examples**2
-
-    def dense(self) -> Tensor:
-        record, total = self.record, self.like.new_zeros(self.size, self.size)
-        for example in range(record.examples):
-            activations = record.activation_rows(slice(example, example + 1))
-            gradients = (self._derivatives.mT @ activations).mT.flatten(1)
-            total.addmm_(gradients.mT, gradients)
-        return total / record.examples**2
 
 
 def _over_rows(values: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ def ritz_values(
             basis.append(vector / norm)
             vector = product(basis[-1])
             diagonal.append((vector * basis[-1]).sum())
-            vector = _orthogonal_to(basis, vector)
+            for direction in 2 * basis:  # in floating point, a second pass is necessary and enough
+                vector = vector - (vector * direction).sum() * direction
             norm = vector.norm()
             off_diagonal.append(norm)
             rounding = 10 * torch.finfo(vector.dtype).eps * torch.stack(diagonal).abs().max()
@@ -51,20 +52,11 @@ def _tridiagonal_eigenvalues(
     diagonal: list[Tensor], off_diagonal: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return the eigenvalues, descending, and the errors due to the last off-diagonal entry."""
-    matrix = torch.stack(diagonal).diag()
-    if len(diagonal) > 1:
-        inner = torch.stack(off_diagonal[:-1])
-        matrix = matrix + inner.diag(1) + inner.diag(-1)
+    inner = torch.stack(off_diagonal)[:-1]
+    matrix = torch.stack(diagonal).diag() + inner.diag(1) + inner.diag(-1)
     values, vectors = torch.linalg.eigh(matrix.to("cpu", torch.float64))
     errors = off_diagonal[-1].to(values) * vectors[-1].abs()
     return values.flip(0), errors.flip(0)
-
-
-def _orthogonal_to(basis: list[Tensor], vector: Tensor) -> Tensor:
-    for _ in range(2):  # in floating point, a second pass is necessary and enough
-        for direction in basis:
-            vector = vector - (vector * direction).sum() * direction
-    return vector
 
 
 def random_start(shape: tuple[int, ...], like: Tensor, seed: int = 0) -> Tensor:

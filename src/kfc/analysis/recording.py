@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,14 +13,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from kfc._helpers import require_whole
-from kfc.fisher.buffers import SavedBuffers
-from kfc.fisher.calls import suspended, without_autocast
+from kfc.curvature.layer import LayerCurvature
+from kfc.curvature.options import Approximation
+from kfc.fisher.calls import (
+    SavedBuffers,
+    accelerators_of,
+    call_of,
+    forked_random_state,
+    suspended,
+    without_autocast,
+)
 from kfc.fisher.likelihoods import Likelihood, resolve_likelihood
 from kfc.fisher.products import Output, select_output
-from kfc.fisher.randomness import accelerators_of, forked_random_state
 from kfc.layers import LinearLayer, MatrixLayer, find_layers, mixes_examples
 from kfc.statistics.backward import output_edge
-from kfc.statistics.generator import OwnGenerator
 
 # Enumerating the targets takes one backward pass per column.
 MAX_COLUMNS = 1024
@@ -87,18 +93,32 @@ class LayerRecord:
         return self.layer.dtype
 
     @property
-    def device(self) -> torch.device:
-        return self.calls[0].inputs.device
-
-    @property
     def rows_per_example(self) -> int:
         """|T|, over all calls."""
         rows = (self.layer.derivative_rows(call.outputs).shape[1] for call in self.calls)
         return sum(rows) // self.examples
 
-    def zeros(self, *shape: int) -> Tensor:
-        """Return zeros in the record's dtype and on its device."""
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor with the dtype and the device of rows."""
+        return self.calls[0].inputs.new_empty(0, dtype=self.dtype)
+
+    def curvature(self, approximation: Approximation) -> LayerCurvature:
+        """Return the curvature that training would have after the statistics of the record."""
+        curvature = approximation.for_layer(self.layer)
+        self.gather(curvature)
+        return curvature
+
+    def gather(self, curvature: LayerCurvature) -> None:
+        """Set the running averages, and what the inverse measures, to those of the record."""
+        statistics = curvature.statistics(fresh=False)
+        kept = [statistics.forward(call.inputs, call.outputs) for call in self.calls]
+        for draw in range(self.draws):
+            for call, of_call in zip(self.calls, kept, strict=True):
+                statistics.backward(of_call, call.derivatives[draw], self.examples)
+            statistics.end_draw()
+        moments = statistics.moments(self.examples)
+        curvature.average_in(tuple(moment.to_mean_() for moment in moments), decay=0.0)
 
     def activation_rows(self, part: slice) -> Tensor:
         """Return the rows (1, a_t) of a part of the examples, (examples, groups, |T|, n)."""
@@ -190,13 +210,22 @@ def record_layer(
             "gradient of its own; call model.eval() first"
         )
     with unchanged(model):
-        outputs, calls = _run_recorded(model, inputs, output, geometry)
+        with _recorded(geometry) as calls:
+            outputs = run_model(model, inputs, output)
         distribution = resolve_likelihood(likelihood)
         distribution.validate(outputs)
-        _check_calls(layer, geometry, calls, len(outputs))
+        examples = len(outputs)
+        _check_calls(layer, geometry, calls, examples)
         columns = _output_derivatives(distribution, outputs.detach(), samples, seed)
-        found = _with_derivatives(geometry, calls, outputs, columns)
-        return LayerRecord(layer, geometry, found, len(outputs))
+        draws = zip(*(_backward(outputs, column, calls) for column in columns), strict=True)
+    found = (
+        LayerCall(
+            geometry.rows_first(call.inputs, examples),
+            torch.stack([geometry.rows_first(derivative, examples) for derivative in derivatives]),
+        )
+        for call, derivatives in zip(calls, draws, strict=True)
+    )
+    return LayerRecord(layer, geometry, tuple(found), examples)
 
 
 def _find_layer(model: nn.Module, name: str) -> MatrixLayer:
@@ -222,9 +251,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 def run_model(model: nn.Module, inputs: Any, output: Output | None) -> Tensor:
     """Return the tensor of outputs, for inputs as in :func:`record_layer`."""
-    if isinstance(inputs, tuple):
-        return select_output(model(*inputs), output)
-    return select_output(model(**inputs) if isinstance(inputs, dict) else model(inputs), output)
+    call = call_of(model, inputs)
+    return select_output(model(*call.args, **call.kwargs), output)
 
 
 class _Call(NamedTuple):
@@ -235,24 +263,34 @@ class _Call(NamedTuple):
     edge: GradientEdge
 
 
-def _run_recorded(
-    model: nn.Module, inputs: Any, output: Output | None, layer: MatrixLayer
-) -> tuple[Tensor, list[_Call]]:
-    """Return the model's outputs, and the calls of one of its layers."""
-    calls = []
+@contextmanager
+def _recorded(layer: MatrixLayer) -> Iterator[list[_Call]]:
+    """Record the calls of a layer in the list that the context returns."""
+    calls: list[_Call] = []
 
     def record(module: nn.Module, args: Any, kwargs: Any, outputs: Tensor) -> None:
-        values = args[0] if args else next(iter(kwargs.values()))
+        inputs = args[0] if args else next(iter(kwargs.values()))
         # The edge, not the tensor: after an operation in place its derivative is another one.
-        calls.append(_Call(values.detach().clone(), outputs.shape, output_edge(outputs)))
+        calls.append(_Call(inputs.detach().clone(), outputs.shape, output_edge(outputs)))
 
     # Removed before the backward pass, in which checkpointing runs layers again.
     hooks = [m.register_forward_hook(record, with_kwargs=True) for m in layer.modules]
     try:
-        return run_model(model, inputs, output), calls
+        yield calls
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _backward(outputs: Tensor, column: Tensor, calls: list[_Call]) -> list[Tensor]:
+    """Carry a derivative in the model's outputs back to the pre-activations of every call."""
+    edges, column = [call.edge for call in calls], column.to(outputs.dtype)
+    with without_autocast(outputs.device):
+        found = torch.autograd.grad(outputs, edges, column, retain_graph=True, allow_unused=True)
+    return [
+        outputs.new_zeros(call.shape) if derivative is None else derivative.reshape(call.shape)
+        for call, derivative in zip(calls, found, strict=True)
+    ]
 
 
 def _check_calls(name: str, layer: MatrixLayer, calls: list[_Call], examples: int) -> None:
@@ -273,31 +311,6 @@ def _check_calls(name: str, layer: MatrixLayer, calls: list[_Call], examples: in
             )
 
 
-def _with_derivatives(
-    layer: MatrixLayer, calls: list[_Call], outputs: Tensor, columns: Iterable[Tensor]
-) -> tuple[LayerCall, ...]:
-    """Carry each derivative in the model's outputs back to the pre-activations of every call."""
-    examples = len(outputs)
-    found: list[list[Tensor]] = [[] for _ in calls]
-    for column in columns:
-        with without_autocast(outputs.device):
-            derivatives = torch.autograd.grad(
-                outputs,
-                [call.edge for call in calls],
-                column.to(outputs.dtype),
-                retain_graph=True,
-                allow_unused=True,
-            )
-        for call, draws, derivative in zip(calls, found, derivatives, strict=True):
-            if derivative is None:
-                derivative = outputs.new_zeros(call.shape)
-            draws.append(layer.rows_first(derivative.detach().reshape(call.shape), examples))
-    return tuple(
-        LayerCall(layer.rows_first(call.inputs, examples), torch.stack(draws))
-        for call, draws in zip(calls, found, strict=True)
-    )
-
-
 def _output_derivatives(
     likelihood: Likelihood, outputs: Tensor, samples: int | None, seed: int
 ) -> Iterator[Tensor]:
@@ -311,6 +324,6 @@ def _output_derivatives(
             )
         yield from likelihood.derivative_columns(outputs)
         return
-    generator = OwnGenerator(seed).on(outputs.device)
+    generator = torch.Generator(outputs.device).manual_seed(seed)
     for _ in range(samples):
         yield likelihood.sample_derivative(outputs, generator) / math.sqrt(samples)

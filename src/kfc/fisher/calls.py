@@ -1,7 +1,7 @@
-"""Recorded forward passes of a model, to run them again."""
+"""Recorded forward passes of a model, to run them again without effect on the model."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +43,13 @@ class ModelCall:
     random_state: list[Tensor] | None = None
 
 
+def call_of(model: nn.Module, inputs: Any) -> ModelCall:
+    """Return the call of a model with one batch: a tensor, a tuple of arguments, or a dict."""
+    if isinstance(inputs, Mapping):
+        return ModelCall((), dict(inputs), autocast_of(model))
+    return ModelCall(inputs if isinstance(inputs, tuple) else (inputs,), {}, autocast_of(model))
+
+
 def autocast_of(model: nn.Module) -> torch.dtype | None:
     """Return the dtype of autocast on the model's device now; ``None`` if it is off."""
     device = next(model.parameters()).device.type
@@ -52,3 +59,54 @@ def autocast_of(model: nn.Module) -> torch.dtype | None:
 def without_autocast(device: torch.device) -> torch.autocast:
     """Return a context without autocast, which would round products of statistics."""
     return torch.autocast(device.type, enabled=False)
+
+
+class SavedBuffers:
+    """Copies of all buffers of a model, such as running statistics, to restore them later."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._saved: list[tuple[nn.Module, str, Tensor, Tensor]] = [
+            (module, name, buffer, buffer.clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore every buffer, including those that a module has replaced since."""
+        for module, name, buffer, saved in self._saved:
+            module._buffers[name] = buffer.copy_(saved)
+
+
+def accelerators_of(model: nn.Module) -> list[torch.device]:
+    """Return the devices of a model's parameters, other than the CPU."""
+    devices = dict.fromkeys(parameter.device for parameter in model.parameters())
+    return [device for device in devices if device.type != "cpu"]
+
+
+def get_random_state(accelerators: Collection[torch.device]) -> list[Tensor]:
+    """Return the state of the CPU's generator, then that of each accelerator's."""
+    states = [torch.get_device_module(device).get_rng_state(device) for device in accelerators]
+    return [torch.get_rng_state(), *states]
+
+
+def set_random_state(states: list[Tensor], accelerators: Collection[torch.device]) -> None:
+    """Restore what :func:`get_random_state` returned for the same accelerators."""
+    torch.set_rng_state(states[0])
+    for state, device in zip(states[1:], accelerators, strict=True):
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def forked_random_state(
+    accelerators: Collection[torch.device], start: list[Tensor] | None = None
+) -> Iterator[None]:
+    """Restore the generators on exit, whatever is drawn inside; begin with ``start`` if given."""
+    states = get_random_state(accelerators)
+    try:
+        if start is not None:
+            set_random_state(start, accelerators)
+        yield
+    finally:
+        set_random_state(states, accelerators)

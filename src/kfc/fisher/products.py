@@ -10,7 +10,7 @@ the product together; their results add up to the product for the sum of their l
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,9 +23,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
 from kfc._helpers import load_decompositions, make_dual, widest
-from kfc.fisher.calls import ModelCall, autocast_of, suspended, without_autocast
+from kfc.fisher.calls import (
+    ModelCall,
+    accelerators_of,
+    call_of,
+    forked_random_state,
+    suspended,
+    without_autocast,
+)
 from kfc.fisher.likelihoods import Likelihood, resolve_likelihood
-from kfc.fisher.randomness import accelerators_of, forked_random_state
 from kfc.layers.synchronised import normalise_over_ranks, synchronising_group
 
 Output = Callable[[Any], Tensor]
@@ -66,7 +72,7 @@ def vector_product(
     leaves = {name: parameters[name].detach().requires_grad_() for name in tangents}
     distribution = resolve_likelihood(likelihood)
     with torch.enable_grad():
-        outputs, change = _dual_run(model, _call(model, inputs), tangents, leaves, output)
+        outputs, change = _dual_run(model, call_of(model, inputs), tangents, leaves, output)
         distribution.validate(outputs)
         pulled = distribution.fisher_product(outputs.detach(), change.detach())
         try:
@@ -93,13 +99,8 @@ def quadratic_form(
     output: Output | None = None,
 ) -> Tensor:
     """Return vᵀ F v, exactly, with one forward pass; arguments as in :func:`vector_product`."""
-    products, _ = products_of_call(
-        model,
-        _call(model, inputs),
-        [_by_name(model, vector)],
-        resolve_likelihood(likelihood),
-        output,
-    )
+    call, vectors = call_of(model, inputs), [_by_name(model, vector)]
+    products, _ = products_of_call(model, call, vectors, resolve_likelihood(likelihood), output)
     return products[0, 0]
 
 
@@ -151,50 +152,44 @@ def _dual_run(
     Args:
         leaves: the parameters to differentiate with respect to afterwards.
     """
-    try:
-        return _dual_run_once(model, call, tangents, leaves, output)
-    except ForwardModeError:
-        if not load_decompositions():
-            raise
-    return _dual_run_once(model, call, tangents, leaves, output)
-
-
-def _dual_run_once(
-    model: nn.Module,
-    call: ModelCall,
-    tangents: Mapping[str, Tensor],
-    leaves: Mapping[str, Tensor],
-    output: Output | None,
-) -> tuple[Tensor, Tensor]:
     state: dict[str, Tensor] = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with ExitStack() as stack:
-        stack.enter_context(suspended())
-        stack.enter_context(forked_random_state(accelerators_of(model), call.random_state))
-        stack.enter_context(forward_ad.dual_level())
-        stack.enter_context(_attention_with_forward_mode())
-        stack.enter_context(_synchronised_with_forward_mode(model))
-        stack.enter_context(_SkipZeroTangents())
-        # As in the recorded pass, whether autocast is on or off now.
-        device = next(model.parameters()).device.type
-        autocast = torch.autocast(device, call.autocast, enabled=call.autocast is not None)
-        stack.enter_context(autocast)
-        for name, parameter in model.named_parameters():
-            primal = leaves.get(name, parameter.detach())
-            tangent = tangents.get(name)
-            state[name] = primal if tangent is None else make_dual(primal, tangent.to(primal))
-        try:
+    try:
+        with _forward_mode(model, call):
+            for name, parameter in model.named_parameters():
+                primal = leaves.get(name, parameter.detach())
+                tangent = tangents.get(name)
+                state[name] = primal if tangent is None else make_dual(primal, tangent.to(primal))
             result = functional_call(model, state, call.args, call.kwargs)
-        except (NotImplementedError, RuntimeError) as error:
-            if not any(words in str(error) for words in ("forward AD", "forward mode AD")):
-                raise
-            raise ForwardModeError(
-                "exact Fisher products need forward-mode differentiation, which an operation of "
-                f"this model lacks: {str(error).splitlines()[0]} To train without these products, "
-                "pass clip=None to KFC."
-            ) from error
-        outputs, change = forward_ad.unpack_dual(select_output(result, output))
-        # Leaving the level removes the tangents from the graph, so a backward is a plain one.
-        return outputs, torch.zeros_like(outputs) if change is None else change.clone()
+            outputs, change = forward_ad.unpack_dual(select_output(result, output))
+            # Leaving the level removes the tangents from the graph, so a backward is a plain one.
+            return outputs, torch.zeros_like(outputs) if change is None else change.clone()
+    except (NotImplementedError, RuntimeError) as error:
+        if not any(words in str(error) for words in ("forward AD", "forward mode AD")):
+            raise
+        if load_decompositions():
+            return _dual_run(model, call, tangents, leaves, output)
+        raise ForwardModeError(
+            "exact Fisher products need forward-mode differentiation, which an operation of this "
+            f"model lacks: {str(error).splitlines()[0]} To train without these products, pass "
+            "clip=None to KFC."
+        ) from error
+
+
+@contextmanager
+def _forward_mode(model: nn.Module, call: ModelCall) -> Iterator[None]:
+    """Repeat the conditions of a recorded pass, at a level of forward-mode differentiation."""
+    device = next(model.parameters()).device.type
+    with (
+        suspended(),
+        forked_random_state(accelerators_of(model), call.random_state),
+        forward_ad.dual_level(),
+        _attention_with_forward_mode(),
+        _synchronised_with_forward_mode(model),
+        _SkipZeroTangents(),
+        # As in the recorded pass, whether autocast is on or off now.
+        torch.autocast(device, call.autocast, enabled=call.autocast is not None),
+    ):
+        yield
 
 
 class _SkipZeroTangents(TorchFunctionMode):
@@ -254,14 +249,6 @@ def _synchronised_with_forward_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in replaced:
             vars(module).pop("forward", None)
-
-
-def _call(model: nn.Module, inputs: Any) -> ModelCall:
-    if isinstance(inputs, tuple):
-        return ModelCall(inputs, {}, autocast_of(model))
-    if isinstance(inputs, Mapping):
-        return ModelCall((), dict(inputs), autocast_of(model))
-    return ModelCall((inputs,), {}, autocast_of(model))
 
 
 def _by_name(

@@ -51,7 +51,8 @@ class ConvolutionLayer(MatrixLayer):
         return window_moment(source, self.window(), homogeneous=homogeneous, diagonal=diagonal)
 
     def activation_rows(self, source: Tensor) -> Tensor:
-        return torch.cat(list(patch_chunks(source, self.window())), dim=1)
+        window = self.window()
+        return window.in_kernel_order(torch.cat(list(patch_chunks(source, window)), dim=1), [2])
 
     def pixel_rows(self, inputs: Tensor, outputs: Tensor) -> Tensor:
         return self.derivative_rows(inputs)  # inputs have the layout of outputs
@@ -61,11 +62,8 @@ class ConvolutionLayer(MatrixLayer):
         maps = self.with_batch(inputs)
         ones = maps.new_ones(1, 1, *maps.shape[2:], dtype=self.dtype)
         source, window = self.row_source(ones, outputs), replace(self.window(), groups=1)
-        counts = window_moment(source, window, homogeneous=True, diagonal=False).squeeze(0)
-        return len(maps) * self._in_kernel_order(counts)
-
-    def _in_kernel_order(self, counts: Tensor) -> Tensor:
-        return counts
+        counts = window_moment(source, window, homogeneous=True, diagonal=False)
+        return len(maps) * counts.squeeze(0)
 
     def derivative_rows(self, derivatives: Tensor) -> Tensor:
         # (M, groups · I, *T) -> (groups, M · |T|, I)
@@ -94,19 +92,17 @@ class TransposedConvolutionLayer(ConvolutionLayer):
 
     def window(self) -> Window:
         conv = self.module
-        ones = (1,) * self.dims
-        none = ((0, 0),) * self.dims
-        return Window(conv.kernel_size, ones, none, conv.dilation, conv.groups)
+        ones, no_padding = (1,) * self.dims, ((0, 0),) * self.dims
+        return Window(
+            conv.kernel_size, ones, no_padding, conv.dilation, conv.groups, backwards=True
+        )
 
     def row_source(self, inputs: Tensor, outputs: Tensor) -> Tensor:
         """Return the input with zeros between its pixels and around them, in the kernel's reach."""
         conv, maps = self.module, self.with_batch(inputs)
         sizes = [s * (n - 1) + 1 for n, s in zip(maps.shape[2:], conv.stride, strict=True)]
         stuffed = maps.new_zeros(*maps.shape[:2], *sizes)
-        everything = slice(None)
-        spaced = tuple(slice(None, None, stride) for stride in conv.stride)
-        place = (everything, everything, *spaced)
-        stuffed[place] = maps
+        stuffed[tuple(slice(None, None, step) for step in (1, 1, *conv.stride))] = maps
         padding: list[int] = []
         for axis in reversed(range(self.dims)):
             extent = conv.dilation[axis] * (conv.kernel_size[axis] - 1)
@@ -115,27 +111,6 @@ class TransposedConvolutionLayer(ConvolutionLayer):
             locations = outputs.shape[axis - self.dims]
             padding += [before, locations + extent - before - sizes[axis]]
         return F.pad(stuffed, padding)
-
-    def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
-        total = super().activation_moment(source, homogeneous=homogeneous, diagonal=diagonal)
-        # A transposed convolution reads its kernel backwards.
-        maps = self.module.in_channels // self.groups
-        order = self._reversed_offsets(maps, homogeneous=homogeneous, device=total.device)
-        return total[:, order] if diagonal else total[:, order][:, :, order]
-
-    def activation_rows(self, source: Tensor) -> Tensor:
-        maps = self.module.in_channels // self.groups
-        order = self._reversed_offsets(maps, homogeneous=False, device=source.device)
-        return super().activation_rows(source)[:, :, order]
-
-    def _in_kernel_order(self, counts: Tensor) -> Tensor:
-        order = self._reversed_offsets(1, homogeneous=True, device=counts.device)
-        return counts[order][:, order]
-
-    def _reversed_offsets(self, maps: int, *, homogeneous: bool, device: torch.device) -> Tensor:
-        index = torch.arange(maps * self.weight[0, 0].numel(), device=device)
-        index = index.reshape(maps, -1).flip(1).flatten()
-        return F.pad(index + 1, (1, 0)) if homogeneous else index
 
     def weight_to_matrix(self, weight: Tensor) -> Tensor:
         # (groups · J, I, *D) -> (groups, I, J · |D|)

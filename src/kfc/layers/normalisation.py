@@ -29,19 +29,15 @@ class BatchNormLayer(_ChannelSecond):
     module: _BatchNorm
 
     def normaliser(self, inputs: Tensor) -> Callable[[Tensor], Tensor]:
-        norm = self.module
-        mean, variance = self._statistics(inputs)
+        norm, group = self.module, synchronising_group(self.module)
+        mean: Tensor | None = None
+        variance: Tensor | None = None
+        if group is not None:
+            mean, variance = batch_moments(inputs.to(self.dtype), group)
+        elif not norm.training and norm.running_mean is not None:
+            mean, variance = _running_statistics(norm, self.dtype)
         alone, eps = mean is None, norm.eps
         return lambda inputs: F.batch_norm(inputs, mean, variance, training=alone, eps=eps)
-
-    def _statistics(self, inputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the mean and variance in use; ``None`` if they are those of the inputs."""
-        group = synchronising_group(self.module)
-        if group is not None:
-            return batch_moments(inputs.to(self.dtype), group)
-        if self.module.training or self.module.running_mean is None:
-            return None, None
-        return _running_statistics(self.module, self.dtype)
 
 
 def _running_statistics(

@@ -6,7 +6,7 @@ A patch is the receptive field of one output location, flattened in the order of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
@@ -42,7 +42,8 @@ CORRELATION_START = 1.3e8
 class Window:
     """The geometry of a convolution: how its receptive fields lie on the input.
 
-    Each tuple has one entry per spatial dimension; ``padding`` holds (before, after) pairs.
+    Each tuple has one entry per spatial dimension; ``padding`` holds (before, after) pairs. A
+    transposed convolution reads its kernel ``backwards``.
     """
 
     kernel_size: tuple[int, ...]
@@ -51,6 +52,7 @@ class Window:
     dilation: tuple[int, ...]
     groups: int = 1
     padding_mode: PaddingMode = "zeros"
+    backwards: bool = False
 
     @classmethod
     def of(
@@ -115,6 +117,18 @@ class Window:
     def zero_padded(self) -> bool:
         return self.padding_mode == "zeros"
 
+    def in_kernel_order(self, values: Tensor, dims: Iterable[int]) -> Tensor:
+        """Return values with the columns of patches, along some dimensions, as in the weight."""
+        if not self.backwards:
+            return values
+        index = torch.arange(values.shape[-1], device=values.device)
+        # The homogeneous coordinate, if there is one, stays first.
+        head, rest = index.tensor_split([len(index) % prod(self.kernel_size)])
+        index = torch.cat([head, rest.reshape(-1, prod(self.kernel_size)).flip(1).flatten()])
+        for dim in dims:
+            values = values.index_select(dim, index)
+        return values
+
     def axes(self, size: Sequence[int]) -> tuple[Axis, ...]:
         """Return the axes with stride 1 that ``moment_by_correlation`` works along."""
         if max(self.stride) > 1:
@@ -145,13 +159,7 @@ def second_moment(
 
     Args:
         inputs: (M, J, *map) with one to three spatial dimensions.
-        kernel_size: a number, or one per dimension.
-        stride: a number, or one per dimension.
-        padding: a number, one per dimension, ``"same"`` or ``"valid"``.
-        dilation: a number, or one per dimension.
-        groups: the number of groups of channels, each with its own patches.
         bias: whether patches start with the homogeneous coordinate.
-        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
 
     Returns:
         (n, n), or (groups, n, n) for several groups, with n = bias + J/groups · ∏ kernel_size; in
@@ -189,12 +197,13 @@ def window_moment(inputs: Tensor, window: Window, *, homogeneous: bool, diagonal
     if not diagonal and correlation_pays(inputs, window):
         moment, accurate = moment_by_correlation(inputs, window)
         if accurate:
-            return _with_first_moment(moment, inputs, window) if homogeneous else moment
+            total = _with_first_moment(moment, inputs, window) if homogeneous else moment
+            return window.in_kernel_order(total, [1, 2])
     chunks = patch_chunks(inputs, window)
     total = row_moment(next(chunks), homogeneous=homogeneous, diagonal=diagonal)
     for rows in chunks:
         total += row_moment(rows, homogeneous=homogeneous, diagonal=diagonal)
-    return total if diagonal else mirrored(total)
+    return window.in_kernel_order(total if diagonal else mirrored(total), range(1, total.dim()))
 
 
 def correlation_pays(inputs: Tensor, window: Window) -> bool:

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from kfc.curvature.channels import ChannelCurvature
 from kfc.curvature.description import describe_layers
 from kfc.curvature.kronecker import Factors
-from kfc.fisher.buffers import SavedBuffers
-from kfc.fisher.randomness import accelerators_of, forked_random_state
+from kfc.fisher.calls import SavedBuffers, accelerators_of, forked_random_state
 from kfc.optimizers.engine import Engine
 
 

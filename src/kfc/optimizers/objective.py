@@ -9,9 +9,13 @@ from torch import Tensor, nn
 
 from kfc._helpers import all_finite, largest_entries
 from kfc.distributed.reducer import Reducer
-from kfc.fisher.buffers import SavedBuffers
-from kfc.fisher.calls import suspended
-from kfc.fisher.randomness import accelerators_of, get_random_state, set_random_state
+from kfc.fisher.calls import (
+    SavedBuffers,
+    accelerators_of,
+    get_random_state,
+    set_random_state,
+    suspended,
+)
 
 
 class Objective:

@@ -21,8 +21,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from kfc._helpers import is_transformed
-from kfc.fisher.calls import ModelCall, autocast_of, is_suspended
-from kfc.fisher.randomness import accelerators_of, get_random_state
+from kfc.fisher.calls import (
+    ModelCall,
+    accelerators_of,
+    autocast_of,
+    get_random_state,
+    is_suspended,
+)
 from kfc.layers import Layer
 from kfc.statistics.backward import RecordedPass
 
