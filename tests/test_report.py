@@ -6,9 +6,8 @@ from dataclasses import replace
 import plotly.graph_objects as go
 import pytest
 
-from kfc.lab.cli.report import goals_of
 from kfc.lab.report.costs import cost_by_part, cost_rows
-from kfc.lab.report.curves import curve_data, learning_rate_points, sensitivity_section
+from kfc.lab.report.curves import curves_of, learning_rate_points, sensitivity_section
 from kfc.lab.report.diagnostics import layer_section
 from kfc.lab.report.figures import LINE_COLOURS, line_style, plain, thinned
 from kfc.lab.report.page import write_page
@@ -169,8 +168,8 @@ def test_default_goals_depend_on_the_best_runs_only(kfc_run, sgd_run):
     """Runs with rejected learning rates do not count."""
     chosen = with_last_loss(with_errors(kfc_run, [90, 20, 7]), 0.1)
     rejected = with_last_loss(with_errors(kfc_run, [90, 80, 0.37]), 0.5, reason="not chosen")
-    assert goals_of(None, [rejected, chosen]).train_errors == (8,)
-    assert goals_of(None, [rejected, chosen]) == default_goals([chosen])
+    assert default_goals([rejected, chosen]).train_errors == (8,)
+    assert default_goals([rejected, chosen]) == default_goals([chosen])
 
 
 # Learning rates
@@ -211,13 +210,17 @@ def test_a_loss_of_zero_is_not_a_failure(kfc_run):
     )
 
 
-def test_runs_without_a_learning_rate_are_not_in_the_sensitivity_figure(kfc_run):
-    adaptive = replace(kfc_run, config=replace(kfc_run.config, lr=None))
-    assert sensitivity_section([adaptive, adaptive], ["KFC"]) is None
-    rated = [with_last_loss(kfc_run, 0.1, lr) for lr in (0.1, 1.0)]
-    (curve,) = sensitivity_traces([adaptive, *rated])
+def test_runs_without_a_learning_rate_are_not_in_the_sensitivity_figure(tmp_path):
+    """KFAC adapts its learning rate unless it is given."""
+    adaptive, *rated = (
+        make_run(tmp_path / str(lr), "KFAC", "kfac", lr=lr) for lr in (None, 0.1, 1.0)
+    )
+    assert adaptive.config.lr is None
+    assert sensitivity_section([adaptive, adaptive], ["KFAC"]) is None
+    (figure,) = sensitivity_section([adaptive, *rated], ["KFAC"])["figures"]
+    (curve,) = figure.variants[0]
     assert curve["x"] == [0.1, 1.0]
-    assert distinct_labels([adaptive, adaptive])[0] == "KFC, lr none (1)"
+    assert distinct_labels([adaptive, adaptive])[0] == "KFAC, lr none (1)"
 
 
 # Costs
@@ -367,7 +370,7 @@ def make_folder(path):
 
 def test_curves_keep_missing_values_and_share_the_style_of_their_name(tmp_path, kfc_run, sgd_run):
     lost = make_run(tmp_path / "lost", lr=1.0, evaluations=3, end="diverged")
-    data = curve_data([sgd_run, lost, kfc_run], [sgd_run, kfc_run])["runs"]
+    data = curves_of([sgd_run, lost, kfc_run], [sgd_run, kfc_run])
     assert [(run["group"], run["best"]) for run in data] == [(0, True), (1, False), (1, True)]
     assert data[1]["averaged"]["train_loss"][1:] == [None, None]
     for style in ("line", "marker"):

@@ -11,7 +11,7 @@ import typer
 
 from kfc.lab.cli import screen
 from kfc.lab.cli.options import parameter, with_options
-from kfc.lab.cli.report import goals_of, publish
+from kfc.lab.cli.report import publish
 from kfc.lab.comparison.runner import ComparedRun, ComparisonRunner
 from kfc.lab.comparison.settings import (
     Comparison,
@@ -130,7 +130,7 @@ def _run(comparison: Comparison, folder: Path, data_dir: Path | None, *, new: bo
         if row["kind"] == "end" and row["reason"] == "diverged":
             screen.say(f"{run.label} diverged: {row['message']}")
 
-    with screen.progress_bars() as progress, screen.Interruption() as interrupted:
+    with screen.progress_bars() as progress, screen.interruptions() as interrupted:
         runner = ComparisonRunner(comparison, folder, data, show, interrupted)
         if new:
             runner.check()
@@ -144,14 +144,7 @@ def _run(comparison: Comparison, folder: Path, data_dir: Path | None, *, new: bo
         screen.say(f"Interrupted. To continue: kfc compare --resume {quote(str(folder))}")
         raise typer.Exit(screen.INTERRUPTED)
     records = runner.records()
-    publish(
-        records,
-        folder / PAGE,
-        title=comparison.title,
-        introduction=comparison.introduction,
-        goals=goals_of(comparison, records),
-        baseline=comparison.baseline,
-    )
+    publish(records, folder / PAGE, comparison)
     ends = [record.end or {} for record in best_runs(records)]
     if all(end.get("reason") == "diverged" for end in ends):
         screen.fail("all runs diverged", screen.DIVERGED)

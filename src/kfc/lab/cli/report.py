@@ -44,36 +44,16 @@ def report(
         if out.is_dir():
             raise typer.BadParameter(f"{out} is a folder; name a file", param_hint="--out")
         records = with_distinct_names([records_in(path) for path in runs])
-        comparison = next(
-            (read_specification(p) for p in runs if (p / SPECIFICATION).exists()), None
-        )
-        goals = Goals(tuple(train_error or ()), tuple(test_error or ()))
         names = [record.name for record in records]
         if baseline is not None and baseline not in names:
             raise typer.BadParameter(
                 f"no run is named {baseline!r}; there are {', '.join(names)}",
                 param_hint="--baseline",
             )
-        publish(
-            records,
-            out,
-            title=title or (comparison.title if comparison else "Runs"),
-            introduction=comparison.introduction if comparison else "",
-            goals=goals or goals_of(comparison, records),
-            baseline=baseline or (comparison.baseline if comparison else None),
-        )
-
-
-def goals_of(comparison: Comparison | None, records: list[Record]) -> Goals:
-    """Return the comparison's goals; if it has none, round errors that the runs reached."""
-    goals = Goals()
-    if comparison is not None:
-        goals = Goals(
-            tuple(comparison.train_errors),
-            tuple(comparison.test_errors),
-            tuple(comparison.train_losses),
-        )
-    return goals or default_goals(best_runs(records))
+        folder = next((path for path in runs if (path / SPECIFICATION).exists()), None)
+        comparison = read_specification(folder) if folder else None
+        goals = Goals(train_error or (), test_error or ())
+        publish(records, out, comparison, title=title, goals=goals, baseline=baseline)
 
 
 def records_in(path: Path) -> list[Record]:
@@ -107,21 +87,28 @@ def with_distinct_names(found: list[list[Record]]) -> list[Record]:
 def publish(
     records: list[Record],
     out: Path,
+    comparison: Comparison | None,
     *,
-    title: str,
-    introduction: str,
-    goals: Goals,
-    baseline: str | None,
+    title: str | None = None,
+    goals: Goals | None = None,
+    baseline: str | None = None,
 ) -> None:
-    """Print the tables, and write the page."""
+    """Print the tables, and write the page; by default with the settings of the comparison."""
+    introduction = ""
+    if comparison is not None:
+        title, introduction = title or comparison.title, comparison.introduction
+        baseline = baseline or comparison.baseline
+        goals = goals or Goals(
+            comparison.train_errors, comparison.test_errors, comparison.train_losses
+        )
+    goals = goals or default_goals(records)
     best = best_runs(records)
     if baseline not in [record.name for record in best]:  # it may not have started yet
         baseline = None
     console.print(as_table(summary_rows(best, baseline)))
     if goals:
         console.print(as_table(goal_rows(best, goals, baseline)))
+    content = {"title": title or "Runs", "introduction": introduction}
     with writing(out):
-        write_page(
-            out, records, title=title, introduction=introduction, goals=goals, baseline=baseline
-        )
+        write_page(out, records, **content, goals=goals, baseline=baseline)
     say(f"Page: {out.resolve()}")

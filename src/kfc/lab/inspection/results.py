@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfc.analysis import APPROXIMATIONS, Assumption, Correlations, LayerComparison, Quality
+from kfc.analysis import APPROXIMATIONS, Assumption, Correlations, LayerComparison
 from kfc.analysis.blocks import DEFAULT_MAX_GIB
 from kfc.analysis.correlations import DEFAULT_REACH
 from kfc.lab.options import ConfigError, check_options, option
@@ -18,54 +19,37 @@ from kfc.lab.options import ConfigError, check_options, option
 FORMAT = 1
 MOST_EIGENVALUES = 400
 PANEL = "Inspection"
+_option = partial(option, panel=PANEL, positive=True)
 
 
 @dataclass(frozen=True)
 class InspectionSettings:
     """The options of an inspection."""
 
-    seed: int = option(
-        0, "Seed of drawn targets, and of the weights of an untrained network", panel=PANEL
+    seed: int = _option(
+        0, "Seed of drawn targets, and of the weights of an untrained network", positive=False
     )
-    layers: Sequence[str] = option(
-        (),
-        "Name of a layer such as conv2, may be repeated; by default all layers",
-        panel=PANEL,
-        flag="layer",
+    layers: Sequence[str] = _option(
+        (), "Name of a layer such as conv2, may be repeated; by default all layers", flag="layer"
     )
     # A single example has no spread.
-    examples: int = option(256, "Number of training examples", panel=PANEL, low=2)
-    samples: int = option(
-        8,
-        "Targets drawn for each example, for assumptions and correlations",
-        panel=PANEL,
-        positive=True,
-    )
-    exact_samples: int | None = option(
+    examples: int = _option(256, "Number of training examples", positive=False, low=2)
+    samples: int = _option(8, "Targets drawn for each example, for assumptions and correlations")
+    exact_samples: int | None = _option(
         None,
         "Targets drawn for each example, for the blocks; by default all targets, so that the "
         "blocks are exact",
-        panel=PANEL,
-        positive=True,
         flag="samples-exact",
     )
-    damping: float = option(
-        1e-3, "Damping of the natural gradients that are compared", panel=PANEL, positive=True
-    )
-    approximations: Sequence[str] = option(
+    damping: float = _option(1e-3, "Damping of the natural gradients that are compared")
+    approximations: Sequence[str] = _option(
         tuple(APPROXIMATIONS),
         f"{', '.join(APPROXIMATIONS)}; may be repeated; by default all",
-        panel=PANEL,
         flag="approximation",
     )
-    reach: int = option(
-        DEFAULT_REACH, "Largest offset between locations, in pixels", panel=PANEL, positive=True
-    )
-    memory: float = option(
-        DEFAULT_MAX_GIB,
-        "Size limit of each of the largest arrays, in GiB",
-        panel="Machine",
-        positive=True,
+    reach: int = _option(DEFAULT_REACH, "Largest offset between locations, in pixels")
+    memory: float = _option(
+        DEFAULT_MAX_GIB, "Size limit of each of the largest arrays, in GiB", panel="Machine"
     )
 
     def __post_init__(self) -> None:
@@ -105,30 +89,56 @@ class LayerInspection:
     comparison: LayerComparison | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def spectra(self) -> dict[str, Tensor | None]:
+        """The spectra of the exact block and of its approximations, by name."""
+        if self.comparison is None:
+            return {}
+        qualities = self.comparison.approximations
+        return {
+            "exact": self.comparison.spectrum,
+            **{name: quality.spectrum for name, quality in qualities.items()},
+        }
+
     def to_json(self) -> dict[str, Any]:
-        assumptions = self.assumptions or {}
+        assumptions = {
+            name: {"verdict": each.verdict, **vars(each.deciding), "measures": each.measures}
+            for name, each in (self.assumptions or {}).items()
+        }
         return {
             "name": self.name,
             "kind": self.kind,
-            "shape": list(self.shape),
+            "shape": self.shape,
             "examples": self.examples,
-            "assumptions": {name: _of_assumption(each) for name, each in assumptions.items()},
-            "correlations": _plain(self.correlations),
+            "assumptions": assumptions,
+            "correlations": self.correlations,
             "comparison": None if self.comparison is None else self._comparison(self.comparison),
-            "notes": list(self.notes),
+            "notes": self.notes,
         }
 
     def _comparison(self, found: LayerComparison) -> dict[str, Any]:
+        spectra = {}
+        for name, spectrum in self.spectra.items():
+            if spectrum is not None:
+                ranks, values = thinned_spectrum(spectrum)
+                spectra[name] = {"count": len(spectrum), "ranks": ranks, "values": values}
+        approximations = {
+            name: {
+                "title": APPROXIMATIONS[name].title,
+                "assumes": APPROXIMATIONS[name].assumes,
+                **vars(quality),
+                "spectrum": spectra.get(name),
+            }
+            for name, quality in found.approximations.items()
+        }
         return {
             "examples": self.compared_examples,
             "targets": self.targets,
             "gradients": found.gradients,
-            "trace": _plain(found.trace),
-            "operator_norm": _plain(found.operator_norm),
-            "spectrum": _of_spectrum(found.spectrum),
-            "approximations": {
-                name: _of_quality(name, quality) for name, quality in found.approximations.items()
-            },
+            "trace": found.trace,
+            "operator_norm": found.operator_norm,
+            "spectrum": spectra.get("exact"),
+            "approximations": approximations,
         }
 
 
@@ -150,15 +160,9 @@ class Inspection:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON; numbers that are not finite become ``None``."""
-        return {
-            "format": FORMAT,
-            "label": self.label,
-            "network": _plain(self.network),
-            "training": _plain(self.training),
-            "settings": _plain(self.settings),
-            "environment": _plain(self.environment),
-            "layers": [layer.to_json() for layer in self.layers],
-        }
+        layers = [layer.to_json() for layer in self.layers]
+        content: dict[str, Any] = plain_values({"format": FORMAT, **vars(self), "layers": layers})
+        return content
 
 
 def thinned_ranks(count: int, most: int = MOST_EIGENVALUES) -> list[int]:
@@ -169,35 +173,25 @@ def thinned_ranks(count: int, most: int = MOST_EIGENVALUES) -> list[int]:
     return sorted({round(math.exp(step)) for step in steps.tolist()})
 
 
-def _of_assumption(found: Assumption) -> dict[str, Any]:
-    deciding = _plain(found.deciding)
-    return {"verdict": found.verdict, **deciding, "measures": _plain(found.measures)}
-
-
-def _of_quality(name: str, quality: Quality) -> dict[str, Any]:
-    kind, spectrum = APPROXIMATIONS[name], _of_spectrum(quality.spectrum)
-    numbers = _plain(replace(quality, spectrum=None))
-    return {"title": kind.title, "assumes": kind.assumes, **numbers, "spectrum": spectrum}
-
-
-def _of_spectrum(spectrum: Tensor | None) -> dict[str, Any] | None:
-    if spectrum is None:
-        return None
+def thinned_spectrum(spectrum: Tensor) -> tuple[list[int], list[float]]:
+    """Return ranks from 1, thinned on a logarithmic scale, and their eigenvalues."""
     ranks = thinned_ranks(len(spectrum))
-    values = spectrum[torch.tensor(ranks, dtype=torch.long) - 1]
-    return {"count": len(spectrum), "ranks": ranks, "values": _plain(values)}
+    return ranks, spectrum[torch.tensor(ranks, dtype=torch.long) - 1].tolist()
 
 
-def _plain(value: Any) -> Any:
-    """Return the value as numbers (``None`` if not finite), strings, lists and dicts."""
+def plain_values(value: Any) -> Any:
+    """Return numbers, strings, lists and dicts for JSON.
+
+    Floats have six digits, which halves a page; those that are not finite become ``None``.
+    """
     if isinstance(value, Tensor):
-        return _plain(value.tolist())
+        return plain_values(value.tolist())
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if is_dataclass(value):
-        return _plain(vars(value))
+        return plain_values(vars(value))
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return {str(key): plain_values(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, range)):
+        return [plain_values(item) for item in value]
     return value if isinstance(value, (int, str, type(None))) else str(value)

@@ -1,11 +1,11 @@
-"""How the time of an update divides into its parts."""
+"""The cost of an update, divided into its parts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from kfc.lab.report.figures import INK, Figure, Json, area_style, layout, plain, rounded
+from kfc.lab.report.figures import INK, Figure, Json, area_style, layout, plain
 from kfc.lab.report.tables import MISSING, Row, number
 from kfc.lab.runs import Record
 
@@ -43,19 +43,17 @@ def cost_by_part(record: Record) -> Costs:
 def cost_rows(records: Sequence[Record]) -> list[Row]:
     """Return a table with a row for each part and one for the total, and a column for each run."""
     costs = [cost_by_part(record) for record in records]
-    totals = (f"{number(sum(cost.values()))} ms" if cost else MISSING for cost in costs)
-    return [
-        ("part", *(record.name for record in records)),
-        *((part, *(_share(cost, part) for cost in costs)) for part in _all_parts(costs)),
-        ("all", *totals),
-    ]
-
-
-def _share(cost: Costs, part: str) -> str:
-    if part not in cost:
-        return MISSING
-    total = sum(cost.values())
-    return f"{number(cost[part])} ms ({cost[part] / total if total else 0:.0%})"
+    rows = [("part", *(record.name for record in records))]
+    for part in _all_parts(costs):
+        cells = (
+            f"{number(cost[part])} ms ({cost[part] / (sum(cost.values()) or 1):.0%})"
+            if part in cost
+            else MISSING
+            for cost in costs
+        )
+        rows.append((part, *cells))
+    sums = (f"{number(sum(cost.values()))} ms" if cost else MISSING for cost in costs)
+    return [*rows, ("all", *sums)]
 
 
 def _all_parts(costs: Sequence[Costs]) -> list[str]:
@@ -74,23 +72,20 @@ def _cost_figure(names: Sequence[str], costs: Sequence[Costs], parts: Sequence[s
         "showgrid": False,
         "fixedrange": True,
     }
-    bars = [_bars(index, part, costs, names) for index, part in enumerate(parts)]
+    bars: list[Json] = []
+    for index, part in enumerate(parts):
+        colour, hatched = area_style(index)
+        marker = {"color": colour, "line": {"color": INK, "width": 0.5}}
+        bars.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": plain(part),
+                "y": list(range(len(names))),
+                "x": [cost.get(part, 0.0) for cost in costs],
+                "customdata": [plain(name) for name in names],
+                "hovertemplate": "%{customdata}: %{x:.3g} ms",
+                "marker": marker | ({"pattern": HATCHING} if hatched else {}),
+            }
+        )
     return Figure("costs", shape, [bars])
-
-
-def _bars(index: int, part: str, costs: Sequence[Costs], names: Sequence[str]) -> Json:
-    style = area_style(index)
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": plain(part),
-        "y": list(range(len(costs))),
-        "x": rounded([cost.get(part, 0.0) for cost in costs]),
-        "customdata": [plain(name) for name in names],
-        "hovertemplate": "%{customdata}: %{x:.3g} ms",
-        "marker": {
-            "color": style.colour,
-            "line": {"color": INK, "width": 0.5},
-            **({"pattern": HATCHING} if style.hatched else {}),
-        },
-    }

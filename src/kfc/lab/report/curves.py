@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kfc.lab.report.figures import INK, Figure, Json, layout, line, plain, rounded, thinned
+from kfc.lab.report.figures import INK, Figure, Json, layout, line, thinned
 from kfc.lab.report.summary import end_reason, last_evaluation
 from kfc.lab.report.tables import distinct_labels, number
 from kfc.lab.runs import Record
@@ -23,11 +23,11 @@ MEASURES = {
 
 
 def curve_section(records: Sequence[Record], best: Sequence[Record]) -> dict[str, Any]:
-    """Return the data of the section on training curves, whose figures ``page.js`` fills."""
+    """Return the data of the section on training curves, whose traces ``page.js`` makes."""
     return {
         "names": [record.name for record in best],
         "has_others": len(records) > len(best),
-        "curves": curve_data(records, best),
+        "curves": {"axes": AXES, "measures": list(MEASURES), "runs": curves_of(records, best)},
         "figures": [
             Figure(f"curve-{measure}", layout(AXES["seconds"], label, log="y"))
             for measure, label in MEASURES.items()
@@ -35,51 +35,37 @@ def curve_section(records: Sequence[Record], best: Sequence[Record]) -> dict[str
     }
 
 
-def curve_data(records: Sequence[Record], best: Sequence[Record]) -> Json:
-    """Return the data from which ``page.js`` makes the curves.
+def curves_of(records: Sequence[Record], best: Sequence[Record]) -> list[Json]:
+    """Return the values and style of each run's curves.
 
     The ``group`` of a run is the index of its name. Runs of one group share a style.
     """
-    groups = {record.name: index for index, record in enumerate(best)}
-    chosen = {id(record) for record in best}
-    return {
-        "axes": AXES,
-        "measures": list(MEASURES),
-        "runs": [
-            _run(record, label, groups[record.name], id(record) in chosen)
-            for record, label in zip(records, distinct_labels(records), strict=True)
-        ],
-    }
-
-
-def _run(record: Record, label: str, group: int, is_best: bool) -> Json:
-    rows = thinned(record.evaluations)
-    style = line(group, label, [], [])
-
-    def column(key: str) -> list[Any]:
-        return rounded([row.get(key) for row in rows])
-
-    return {
-        "label": plain(label),
-        "group": group,
-        "best": is_best,
-        "line": style["line"],
-        "marker": style["marker"],
-        "x": {axis: column(axis) for axis in AXES},
-        "averaged": {measure: column(f"averaged_{measure}") for measure in MEASURES},
-        "raw": {measure: column(measure) for measure in MEASURES},
-    }
+    names = [record.name for record in best]
+    curves = []
+    for record, label in zip(records, distinct_labels(records), strict=True):
+        group = names.index(record.name)
+        style = line(group, label, [], [])
+        rows = thinned(record.evaluations)
+        curves.append(
+            {
+                "label": style["name"],
+                "group": group,
+                "best": record in best,
+                "line": style["line"],
+                "marker": style["marker"],
+                "x": {axis: [row.get(axis) for row in rows] for axis in AXES},
+                "averaged": {key: [row.get(f"averaged_{key}") for row in rows] for key in MEASURES},
+                "raw": {key: [row.get(key) for row in rows] for key in MEASURES},
+            }
+        )
+    return curves
 
 
 # Learning-rate sensitivity
 
 
 class Point(NamedTuple):
-    """One run in the figure of losses by learning rate.
-
-    Attributes:
-        loss: after ``seconds``; ``None`` if it was not finite.
-    """
+    """The loss of a run after ``seconds`` of training; ``None`` if it was not finite."""
 
     lr: float
     loss: float | None
@@ -110,16 +96,14 @@ def learning_rate_points(records: Sequence[Record]) -> list[Point]:
     ran = [record for record in records if record.evaluations and record.config.lr is not None]
     sound = [record for record in ran if end_reason(record) != "diverged"]
     seconds = min((last_evaluation(record)["seconds"] for record in sound or ran), default=0.0)
-    return sorted((_point(record, seconds) for record in ran), key=lambda point: point.lr)
-
-
-def _point(record: Record, seconds: float) -> Point:
-    # If even the first evaluation was later than `seconds`, it is the nearest one.
-    early = [row for row in record.evaluations if row["seconds"] <= seconds]
-    row = early[-1] if early else record.evaluations[0]
-    assert record.config.lr is not None
-    diverged = end_reason(record) == "diverged"
-    return Point(record.config.lr, row["averaged_train_loss"], row["seconds"], diverged)
+    points = []
+    for record in ran:
+        # If even the first evaluation was later than `seconds`, it is the nearest one.
+        early = [row for row in record.evaluations if row["seconds"] <= seconds]
+        row = early[-1] if early else record.evaluations[0]
+        loss, diverged = row["averaged_train_loss"], end_reason(record) == "diverged"
+        points.append(Point(record.config.lr or 0.0, loss, row["seconds"], diverged))
+    return sorted(points, key=lambda point: point.lr)
 
 
 def _loss_line(index: int, name: str, grid: Sequence[Point], floor: float) -> Json:
@@ -136,6 +120,7 @@ def _loss_line(index: int, name: str, grid: Sequence[Point], floor: float) -> Js
 
 
 def _failures(index: int, name: str, grid: Sequence[Point], edge: float) -> Json:
+    """Return crosses at the upper edge for the runs of a method without a finite loss."""
     points = [point for point in grid if point.diverged or point.loss is None]
     trace = line(
         index,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -25,69 +25,70 @@ LAYERS = {
     "block_trace": "trace",
 }
 
-Rows = Callable[[Record], Sequence[Json]]
+# The name and rows of each run.
+Runs = Sequence[tuple[str, Sequence[Json]]]
 
 # One line for each run
 
 
 def clipping_section(records: Sequence[Record]) -> dict[str, Any] | None:
     """Return the data of the section on clipping, or ``None`` if no run has a Fisher norm."""
-    legend = _legend(records, _fisher_norm_rows)
-    if not legend:
-        return None
-    norms = _run_lines(records, _fisher_norm_rows, "fisher_norm")
+    runs = [(record.name, _fisher_norm_rows(record)) for record in records]
     limits: dict[float, int] = {}
-    for index, _ in legend:
-        limit = records[index].config.options.get("fisher_clip")
-        if limit:
-            last_update = _fisher_norm_rows(records[index])[-1]["update"]
-            limits[limit] = max(limits.get(limit, 0), last_update)
+    for record, (_, rows) in zip(records, runs, strict=True):
+        if rows and (limit := record.config.options.get("fisher_clip")):
+            limits[limit] = max(limits.get(limit, 0), rows[-1]["update"])
+    norms = _run_lines(runs, "fisher_norm")
     norms += [_limit_line(limit, last) for limit, last in limits.items()]
-    factors = _run_lines(records, _fisher_norm_rows, "clip_factor")
     factor_layout = layout("updates", "clip factor")
     factor_layout["yaxis"]["range"] = [0, 1.05]
     figures = [
         Figure("fisher-norm", layout("updates", "ν", log="y"), [norms]),
-        Figure("clip-factor", factor_layout, [factors]),
+        Figure("clip-factor", factor_layout, [_run_lines(runs, "clip_factor")]),
     ]
-    return {"legend": legend, "figures": figures}
+    return _section(runs, figures)
 
 
 def adaptation_section(records: Sequence[Record]) -> dict[str, Any] | None:
     """Return the data of the section on KFAC's adaptation, or ``None`` if no run adapts."""
-    legend = _legend(records, _adaptation_rows)
-    if not legend:
-        return None
+    runs = [
+        (r.name, [row for row in r.progress if row.get("model_damping") is not None])
+        for r in records
+    ]
     figures = [
-        Figure(
-            f"adaptation-{key}",
-            layout("updates", label, log=log),
-            [_run_lines(records, _adaptation_rows, key)],
-        )
+        Figure(f"adaptation-{key}", layout("updates", label, log=log), [_run_lines(runs, key)])
         for key, label, log in ADAPTATION
     ]
-    predicted = _run_lines(records, _decreases("model_change"), "decrease")
-    actual = _run_lines(records, _decreases("objective_change"), "decrease")
-    for trace in actual:
+    changes = _run_lines(_decreases(runs, "model_change"), "model_change")
+    for trace in _run_lines(_decreases(runs, "objective_change"), "objective_change"):
         trace["line"]["dash"] = "dot"
+        changes.append(trace)
     shape = layout("updates", "decrease", log="y")
-    figures.append(Figure("adaptation-changes", shape, [predicted + actual]))
-    return {"legend": legend, "figures": figures}
+    return _section(runs, [*figures, Figure("adaptation-changes", shape, [changes])])
 
 
-def _legend(records: Sequence[Record], rows_of: Rows) -> list[tuple[int, str]]:
-    return [(index, r.name) for index, r in enumerate(records) if rows_of(r)]
+def _section(runs: Runs, figures: list[Figure]) -> dict[str, Any] | None:
+    legend = [(index, name) for index, (name, rows) in enumerate(runs) if rows]
+    return {"legend": legend, "figures": figures} if legend else None
 
 
-def _run_lines(records: Sequence[Record], rows_of: Rows, key: str) -> list[Json]:
+def _run_lines(runs: Runs, key: str) -> list[Json]:
     """Return a line for each run with values of ``key``, in the style of its index."""
     lines = []
-    for index, record in enumerate(records):
-        rows = [row for row in thinned(rows_of(record)) if row.get(key) is not None]
-        if rows:
-            updates = [row["update"] for row in rows]
-            lines.append(line(index, record.name, updates, [row[key] for row in rows]))
+    for index, (name, rows) in enumerate(runs):
+        known = [row for row in thinned(rows) if row.get(key) is not None]
+        if known:
+            updates = [row["update"] for row in known]
+            lines.append(line(index, name, updates, [row[key] for row in known]))
     return lines
+
+
+def _decreases(runs: Runs, key: str) -> Runs:
+    """Return the magnitudes of the changes ``key`` that are negative."""
+    return [
+        (name, [{**row, key: -row[key]} for row in rows if (row.get(key) or 0.0) < 0])
+        for name, rows in runs
+    ]
 
 
 def _fisher_norm_rows(record: Record) -> list[Json]:
@@ -95,24 +96,11 @@ def _fisher_norm_rows(record: Record) -> list[Json]:
     evaluations = [
         {"update": row["update"], **(row.get("diagnostics") or {})} for row in record.evaluations
     ]
-    for rows in (record.progress, evaluations):
-        found = [row for row in rows if row.get("fisher_norm") is not None]
-        if found:
-            return found
-    return []
-
-
-def _adaptation_rows(record: Record) -> list[Json]:
-    return [row for row in record.progress if row.get("model_damping") is not None]
-
-
-def _decreases(key: str) -> Rows:
-    """Return a function that gives the rows of a run in which the change ``key`` is negative."""
-    return lambda record: [
-        {"update": row["update"], "decrease": -row[key]}
-        for row in thinned(_adaptation_rows(record))
-        if (row.get(key) or 0.0) < 0
-    ]
+    frequent, seldom = (
+        [row for row in rows if row.get("fisher_norm") is not None]
+        for rows in (record.progress, evaluations)
+    )
+    return frequent or seldom
 
 
 def _limit_line(limit: float, last_update: int) -> Json:

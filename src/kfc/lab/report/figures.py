@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 Json = dict[str, Any]
 Item = TypeVar("Item")
 
 INK = "#1a1a1a"
-GRID = "#e3e3e3"
 MAX_LABEL_LENGTH = 40
 MAX_POINTS = 1500
-AT_UPDATE = "%{y:.3g} at update %{x}"
 
 # The colours of Okabe and Ito, which are safe for colour-blind readers. Lines use those with a
 # contrast to white of at least 3; areas have an outline and use all of them.
@@ -45,67 +42,29 @@ class Figure:
     caption: str = ""
 
 
-class LineStyle(NamedTuple):
-    """The look of a line; lines never differ by colour alone.
-
-    Attributes:
-        dash: lengths in pixels, in the syntax of SVG; empty for a solid line.
-    """
-
-    colour: str
-    dash: str
-    marker: str
+def line_style(index: int) -> tuple[str, str, str]:
+    """Return the colour, dash lengths in pixels (empty if solid) and marker of line ``index``."""
+    colour, dash = LINE_COLOURS[index % len(LINE_COLOURS)], DASHES[index % len(DASHES)]
+    return colour, dash, MARKERS[index % len(MARKERS)]
 
 
-class AreaStyle(NamedTuple):
-    """The look of an area."""
-
-    colour: str
-    hatched: bool
-
-
-def line_style(index: int) -> LineStyle:
-    """Return the style of line ``index``."""
-    return LineStyle(
-        LINE_COLOURS[index % len(LINE_COLOURS)],
-        DASHES[index % len(DASHES)],
-        MARKERS[index % len(MARKERS)],
-    )
-
-
-def area_style(index: int) -> AreaStyle:
-    """Return the style of area ``index``; every second round of colours is hatched."""
+def area_style(index: int) -> tuple[str, bool]:
+    """Return the colour of area ``index``, and whether it is hatched."""
     rounds, colour = divmod(index, len(AREA_COLOURS))
-    return AreaStyle(AREA_COLOURS[colour], rounds % 2 == 1)
+    return AREA_COLOURS[colour], rounds % 2 == 1
 
 
 def layout(x_title: str, y_title: str, *, log: str = "", height: int = 340) -> Json:
-    """Return a plotly layout with two axes.
+    """Return a plotly layout with two axes, in the style of ``page.js``.
 
     Args:
         log: the axes with a logarithmic scale: "", "x", "y" or "xy".
     """
     axes = {
-        f"{axis}axis": {
-            "title": {"text": title},
-            "type": "log" if axis in log else "linear",
-            "automargin": True,
-            "zeroline": False,
-            "gridcolor": GRID,
-            "linecolor": INK,
-            "exponentformat": "power",
-        }
+        f"{axis}axis": {"title": {"text": title}, "type": "log" if axis in log else "linear"}
         for axis, title in (("x", x_title), ("y", y_title))
     }
-    return {
-        **axes,
-        "height": height,
-        "margin": {"l": 56, "r": 14, "t": 14, "b": 48},
-        "showlegend": False,
-        "hovermode": "closest",
-        "hoverlabel": {"namelength": -1, "bgcolor": "#ffffff", "font": {"color": INK}},
-        "font": {"family": "system-ui, sans-serif", "size": 13, "color": INK},
-    }
+    return {**axes, "height": height}
 
 
 def line(index: int, name: str, x: Sequence[Any], y: Sequence[Any], **options: Any) -> Json:
@@ -120,11 +79,11 @@ def line(index: int, name: str, x: Sequence[Any], y: Sequence[Any], **options: A
         "type": "scatter",
         "mode": "lines+markers",
         "name": plain(name),
-        "x": rounded(x),
-        "y": rounded(y),
+        "x": x,
+        "y": y,
         "line": {"color": colour, "dash": dash, "width": 2},
         "marker": {"color": colour, "symbol": marker, "size": 7, "maxdisplayed": 12},
-        "hovertemplate": AT_UPDATE,
+        "hovertemplate": "%{y:.3g} at update %{x}",
         **options,
     }
 
@@ -134,15 +93,6 @@ def plain(text: str, max_length: int = MAX_LABEL_LENGTH) -> str:
     words = " ".join(text.split())
     short = words if len(words) <= max_length else words[: max_length - 1] + "…"
     return escape(short, quote=False)
-
-
-def rounded(values: Sequence[Any], digits: int = 6) -> list[Any]:
-    """Round floats to significant digits, to halve the file; non-finite ones become ``None``."""
-    return [_rounded(v, digits) if isinstance(v, float) else v for v in values]
-
-
-def _rounded(value: float, digits: int) -> float | None:
-    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
 def thinned(items: Sequence[Item], most: int = MAX_POINTS) -> Sequence[Item]:

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-import torch
 from torch import Tensor
 
 from kfc.lab.report.figures import INK, Figure, Json, layout, line, plain
 
-# Perceptually uniform, and safe for colour-blind readers.
-COLOURS = "Viridis"
 MOST_MAPS = 256
 SHOWN_MAPS = 3
-# The extent of the heat maps along an axis, from the left or the bottom, if there are one or two.
-EXTENTS = {1: [[0.0, 1.0]], 2: [[0.0, 0.45], [0.55, 1.0]]}
 
 
 def offset_figure(id: str, title: str, offsets: Tensor) -> Figure:
@@ -44,12 +39,11 @@ def cross_map_figure(id: str, title: str, matrix: Tensor) -> Figure:
     """Return the magnitudes of correlations between maps at the middle location, (maps, maps)."""
     step = -(-len(matrix) // MOST_MAPS)
     chosen = range(0, len(matrix), step)
-    shape = _heat_map_layout("map", "map", 1, 1)
     trace = _heat_map(matrix[::step, ::step].abs(), chosen, chosen)
     trace["hovertemplate"] = "%{z:.3f} between maps %{y} and %{x}<extra></extra>"
     which = "all" if step == 1 else f"one in {step} of"
     caption = f"Correlations between {which} {len(matrix)} maps at the middle location."
-    return Figure(id, shape, [[trace]], title, caption)
+    return Figure(id, _heat_map_layout("map", "map", 1, 1), [[trace]], title, caption)
 
 
 def live_maps(offsets: Tensor) -> list[int]:
@@ -68,8 +62,9 @@ def shown_maps(offsets: Tensor) -> list[int]:
 
 def _line_plot(pictures: dict[str, Tensor]) -> tuple[Json, list[list[Json]]]:
     """Return the layout and traces for maps with one spatial dimension."""
+    at = "%{y:.3f} at %{x}"
     traces = [
-        line(index, name, _centred(len(values)), _rounded(values), hovertemplate="%{y:.3f} at %{x}")
+        line(index, name, _centred(len(values)), _rounded(values), hovertemplate=at)
         for index, (name, values) in enumerate(pictures.items())
     ]
     shape = layout("offset", "correlation")
@@ -90,67 +85,56 @@ def _heat_maps(pictures: dict[str, Tensor]) -> tuple[Json, list[list[Json]]]:
         trace |= {"name": plain(name), "xaxis": x, "yaxis": y}
         trace["hovertemplate"] = "%{z:.3f} at x offset %{x}, y offset %{y}"
         traces.append(trace)
+        above = {"xref": f"{x} domain", "yref": f"{y} domain", "x": 0.5, "y": 1}
+        font = {"size": 12, "color": INK}
         shape["annotations"].append(
-            {
-                "text": plain(name),
-                "xref": f"{x} domain",
-                "yref": f"{y} domain",
-                "x": 0.5,
-                "y": 1,
-                "yanchor": "bottom",
-                "showarrow": False,
-                "font": {"size": 12, "color": INK},
-            }
+            {**above, "text": plain(name), "yanchor": "bottom", "showarrow": False, "font": font}
         )
     return shape, [traces]
 
 
 def _heat_map_layout(x_title: str, y_title: str, rows: int, columns: int) -> Json:
     """Return a layout with square axes in rows and columns, which share one colour scale."""
-    shape = layout(x_title, y_title)
-    del shape["height"]
+    size = {"rows": rows, "columns": columns}
+    bar = {"thickness": 10, "outlinewidth": 0, "tickvals": [0, 0.25, 0.5, 0.75, 1]}
+    shape: Json = {
+        "grid": {**size, "pattern": "independent", "xgap": 0.18, "ygap": 0.18},
+        # Viridis is perceptually uniform, and safe for colour-blind readers.
+        "coloraxis": {"cmin": 0, "cmax": 1, "colorscale": "Viridis", "colorbar": bar},
+        "annotations": [],
+        "margin": {"l": 44, "r": 8, "t": 26, "b": 46},
+    }
     own = {"showgrid": False, "ticks": "outside", "nticks": 6, "constrain": "domain"}
-    x_axis, y_axis = shape.pop("xaxis") | own, shape.pop("yaxis") | own
     for index, (row, column) in enumerate(product(range(rows), range(columns))):
-        suffix = _suffix(index)
-        bottom, left = row == rows - 1, column == 0
+        suffix, bottom, left = _suffix(index), row == rows - 1, column == 0
         shape[f"xaxis{suffix}"] = {
-            **x_axis,
-            "domain": EXTENTS[columns][column],
-            "anchor": f"y{suffix}",
+            **own,
             "title": {"text": x_title if bottom else ""},
             "showticklabels": bottom,
         }
         shape[f"yaxis{suffix}"] = {
-            **y_axis,
-            "domain": EXTENTS[rows][rows - 1 - row],
-            "anchor": f"x{suffix}",
-            "autorange": "reversed",
-            "scaleanchor": f"x{suffix}",
+            **own,
             "title": {"text": y_title if left else ""},
             "showticklabels": left,
+            "autorange": "reversed",
+            "scaleanchor": f"x{suffix}",
         }
-    bar = {"thickness": 10, "outlinewidth": 0, "tickvals": [0, 0.25, 0.5, 0.75, 1]}
-    shape["coloraxis"] = {"cmin": 0, "cmax": 1, "colorscale": COLOURS, "colorbar": bar}
-    shape["annotations"] = []
-    shape["margin"] = {"l": 44, "r": 8, "t": 26, "b": 46}
     return shape
 
 
 def _suffix(index: int) -> str:
-    """Return what plotly appends to the names of axes: nothing, 2, 3, ..."""
+    """Return the suffix of plotly's axis names: empty, 2, 3, ..."""
     return "" if index == 0 else str(index + 1)
 
 
 def _heat_map(values: Tensor, x: Sequence[int], y: Sequence[int]) -> Json:
-    z = [_rounded(row) for row in values]
-    return {"type": "heatmap", "x": list(x), "y": list(y), "z": z, "coloraxis": "coloraxis"}
+    return {"type": "heatmap", "x": x, "y": y, "z": _rounded(values), "coloraxis": "coloraxis"}
 
 
-def _rounded(values: Tensor) -> list[float | None]:
-    """Round to three decimals, more than colours show; non-finite values become ``None``."""
-    finite = torch.isfinite(values).tolist()
-    return [round(v, 3) if ok else None for v, ok in zip(values.tolist(), finite, strict=True)]
+def _rounded(values: Tensor) -> list[float]:
+    """Round to three decimals, more than colours show."""
+    rounded: list[float] = values.double().round(decimals=3).tolist()
+    return rounded
 
 
 def _centred(length: int) -> list[int]:

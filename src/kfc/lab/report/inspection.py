@@ -1,24 +1,26 @@
-"""The page about inspected networks: correlations, spectra and errors of each layer."""
+"""Tables and the page about inspected networks: assumptions, correlations, spectra and errors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, astuple
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from kfc.analysis import APPROXIMATIONS, LayerComparison
-from kfc.lab.inspection.results import Inspection, LayerInspection, thinned_ranks
-from kfc.lab.report.figures import Figure, Json, layout, line, plain
+from kfc.analysis import APPROXIMATIONS, Assumption, LayerComparison
+from kfc.lab.inspection.results import Inspection, LayerInspection, thinned_spectrum
+from kfc.lab.report.figures import Figure, layout, line, plain
 from kfc.lab.report.heatmaps import cross_map_figure, offset_figure
-from kfc.lab.report.inspection_tables import ASSUMPTIONS, notes_of, quality_rows, verdict_rows
 from kfc.lab.report.rendering import write_html
-from kfc.lab.report.tables import Comparison, Row, compare_values
+from kfc.lab.report.tables import MISSING, Comparison, Row, compare_values, number
 
+ASSUMPTIONS = ("IAD", "SH", "SUD", "SUA", "WD")
+QUALITIES = (
+    *("approximation", "assumes", "Frobenius error", "operator error"),
+    *("cosine", "decrease", "trace ratio", "PSD"),
+)
 # Eigenvalues below this share of the largest one count as zero.
 NEGLIGIBLE = 1e-12
 # The titles of all spectra; a title's position is the index of its line style.
@@ -27,6 +29,60 @@ CORRELATIONS = {
     "offsets": (offset_figure, "correlation over space"),
     "maps": (cross_map_figure, "correlation between maps"),
 }
+
+# Tables, for the terminal and for the page
+
+
+def verdict_rows(inspection: Inspection) -> list[Row]:
+    """Return a table with a row for each layer and a column for each assumption."""
+    rows: list[Row] = [("layer", *ASSUMPTIONS)]
+    for layer in inspection.layers:
+        tested = layer.assumptions or {}
+        rows.append((layer.name, *(_verdict(tested.get(name)) for name in ASSUMPTIONS)))
+    return rows
+
+
+def _verdict(tested: Assumption | None) -> str:
+    """Format a verdict with its interval, for example "roughly 0.12 (0.09 to 0.15)"."""
+    if tested is None:
+        return MISSING
+    if math.isnan(tested.deciding.value):
+        return tested.verdict
+    # Adding 0.0 turns -0.0 into 0.0.
+    value, low, high = (f"{round(v, 2) + 0.0:.2f}" for v in astuple(tested.deciding))
+    return f"{tested.verdict} {value} ({low} to {high})"
+
+
+def quality_rows(comparison: LayerComparison) -> list[Row]:
+    """Return a table with a row for each approximation of a layer's Fisher block."""
+    rows: list[Row] = [QUALITIES]
+    for name, quality in comparison.approximations.items():
+        numbers = (
+            *(quality.frobenius_error, quality.operator_error),
+            *(quality.cosine, quality.decrease, quality.trace_ratio),
+        )
+        error, *others = (number(v) if math.isfinite(v) else MISSING for v in numbers)
+        if quality.frobenius_uncertainty > 0:
+            error += f" ± {quality.frobenius_uncertainty:.1g}"
+        kind, positive = APPROXIMATIONS[name], "yes" if quality.positive else "no"
+        rows.append((kind.title, kind.assumes, error, *others, positive))
+    return rows
+
+
+def notes_of(inspection: Inspection) -> list[str]:
+    """Return notes about what was left out, and why."""
+    notes = []
+    for layer in inspection.layers:
+        notes += [f"{layer.name}: {note}" for note in layer.notes]
+        if {layer.examples, layer.compared_examples} - {0, inspection.settings.examples}:
+            notes.append(
+                f"{layer.name}: {layer.examples} examples for the assumptions and "
+                f"{layer.compared_examples} for the blocks, as many as fit into the memory"
+            )
+    return notes
+
+
+# The page
 
 
 class NetworkLayer(NamedTuple):
@@ -56,32 +112,29 @@ def write_inspection_page(path: Path, inspections: Sequence[Inspection], title: 
         OSError: the file or its folder cannot be written.
     """
     layers = _layers_by_name(inspections)
-    columns = min(max(len(inspections), 2), 3)
     sections = {
-        "assumptions": {
-            "networks": [
-                {"label": one.label, "rows": verdict_rows(one), "notes": notes_of(one)}
-                for one in inspections
-            ],
-            "definitions": ASSUMPTIONS,
-        },
-        "derivatives": _correlations("derivative", layers, columns),
-        "activations": _correlations("activation", layers, columns),
-        "spectra": _spectra(layers, columns),
+        "assumptions": [
+            {"label": one.label, "rows": verdict_rows(one), "notes": notes_of(one)}
+            for one in inspections
+        ],
+        "derivatives": _correlations("derivative", layers),
+        "activations": _correlations("activation", layers),
+        "spectra": _spectra(layers),
         "approximations": _approximations(inspections, layers),
         "networks": _networks(inspections),
     }
-    write_html(path, "inspection.html", title=title, sections=sections)
+    columns = min(max(len(inspections), 2), 3)
+    write_html(path, "inspection.html", title=title, sections=sections, columns=columns)
 
 
 def _layers_by_name(inspections: Sequence[Inspection]) -> Layers:
     """Return the layers of all networks, grouped by their names."""
     names = list(dict.fromkeys(layer.name for one in inspections for layer in one.layers))
     layers: Layers = {name: [] for name in names}
-    for number, inspection in enumerate(inspections):
+    for index, inspection in enumerate(inspections):
         label = inspection.label if len(inspections) > 1 else ""
         for layer in inspection.layers:
-            id = f"{names.index(layer.name)}-{number}"
+            id = f"{names.index(layer.name)}-{index}"
             layers[layer.name].append(NetworkLayer(id, label, layer))
     return layers
 
@@ -92,12 +145,9 @@ def _heading(group: Sequence[NetworkLayer]) -> str:
     return f"{group[0].layer.name} ({', '.join(kinds)})"
 
 
-# Correlations
-
-
-def _correlations(side: str, layers: Layers, columns: int) -> dict[str, Any] | None:
-    """Return the heat maps of one side of the layers, "derivative" or "activation"."""
-    groups = []
+def _correlations(side: str, layers: Layers) -> dict[str, list[Figure]]:
+    """Return the heat maps of one side of the layers, "derivative" or "activation", by heading."""
+    groups = {}
     for group in layers.values():
         figures = [
             draw(f"{side}s-{one.id}-{kind}", one.titled(title), correlations)
@@ -106,51 +156,31 @@ def _correlations(side: str, layers: Layers, columns: int) -> dict[str, Any] | N
             if (correlations := getattr(one.layer.correlations, f"{side}_{kind}", None)) is not None
         ]
         if figures:
-            groups.append({"title": _heading(group), "figures": figures})
-    return {"groups": groups, "columns": columns} if groups else None
+            groups[_heading(group)] = figures
+    return groups
 
 
-# Spectra
-
-
-def _spectra(layers: Layers, columns: int) -> dict[str, Any] | None:
+def _spectra(layers: Layers) -> dict[str, Any] | None:
     """Return a figure for each layer with spectra, or ``None`` if there are none."""
     figures = []
-    shown: set[str] = set()
+    shown = set()
     for id, label, layer in chain.from_iterable(layers.values()):
-        lines = _spectrum_lines(layer.comparison) if layer.comparison else {}
+        lines = []
+        for index, (name, title) in enumerate(SPECTRA.items()):
+            spectrum = layer.spectra.get(name)
+            if spectrum is None or not len(spectrum):
+                continue
+            positive = spectrum[spectrum > spectrum.abs().max() * NEGLIGIBLE]
+            ranks, values = thinned_spectrum(positive)
+            if ranks:
+                at = "%{y:.3g} at rank %{x}"
+                lines.append(line(index, title, ranks, values, hovertemplate=at))
+                shown.add((index, title))
         if lines:
             title = f"{label}: {layer.name}" if label else layer.name
             shape = layout("rank", "eigenvalue", log="xy")
-            variants = [list(lines.values())]
-            figures.append(Figure(f"spectrum-{id}", shape, variants, title, _size(layer)))
-            shown |= lines.keys()
-    if not figures:
-        return None
-    legend = [(i, title) for i, (name, title) in enumerate(SPECTRA.items()) if name in shown]
-    return {"legend": legend, "figures": figures, "columns": columns}
-
-
-def _spectrum_lines(comparison: LayerComparison) -> dict[str, Json]:
-    spectra = {"exact": comparison.spectrum} | {
-        name: quality.spectrum for name, quality in comparison.approximations.items()
-    }
-    lines = {}
-    for index, (name, title) in enumerate(SPECTRA.items()):
-        spectrum = spectra.get(name)
-        ranks, values = ([], []) if spectrum is None else _positive_eigenvalues(spectrum)
-        if ranks:
-            at = "%{y:.3g} at rank %{x}"
-            lines[name] = line(index, title, ranks, values, hovertemplate=at)
-    return lines
-
-
-def _positive_eigenvalues(spectrum: Tensor) -> tuple[list[int], list[float]]:
-    """Return the ranks and values of positive eigenvalues, thinned."""
-    floor = float(spectrum.abs().max()) * NEGLIGIBLE if len(spectrum) else 0.0
-    positive = spectrum[spectrum > floor]
-    ranks = thinned_ranks(len(positive))
-    return ranks, positive[torch.tensor(ranks, dtype=torch.long) - 1].tolist()
+            figures.append(Figure(f"spectrum-{id}", shape, [lines], title, _size(layer)))
+    return {"legend": sorted(shown), "figures": figures} if figures else None
 
 
 def _size(layer: LayerInspection) -> str:
@@ -164,34 +194,24 @@ def _size(layer: LayerInspection) -> str:
     )
 
 
-# Approximations
-
-
 def _approximations(inspections: Sequence[Inspection], layers: Layers) -> dict[str, Any] | None:
     """Return the errors of all approximations, or ``None`` if no layer was compared."""
     figures = [
         figure
-        for number, one in enumerate(inspections)
-        if (figure := _error_figure(number, one, list(layers), several=len(inspections) > 1))
+        for index, one in enumerate(inspections)
+        if (figure := _error_figure(index, one, list(layers), several=len(inspections) > 1))
     ]
-    if not figures:
-        return None
-    return {
-        "legend": list(enumerate(layers)),
-        "figures": figures,
-        "layers": [
-            {"title": _heading(group), "tables": [_quality_table(one) for one in group]}
-            for group in layers.values()
-        ],
+    tables = {
+        _heading(group): [
+            (one.titled(_size(one.layer)), quality_rows(one.layer.comparison))
+            if one.layer.comparison
+            else (one.titled("not compared."), [])
+            for one in group
+        ]
+        for group in layers.values()
     }
-
-
-def _quality_table(one: NetworkLayer) -> tuple[str, list[Row]]:
-    """Return a caption and a table; the table is empty if the layer was not compared."""
-    comparison = one.layer.comparison
-    if comparison is None:
-        return one.titled("not compared."), []
-    return one.titled(_size(one.layer)), quality_rows(comparison)
+    legend = list(enumerate(layers))
+    return {"legend": legend, "figures": figures, "layers": tables} if figures else None
 
 
 def _error_figure(
@@ -203,9 +223,7 @@ def _error_figure(
         for layer in inspection.layers
         if layer.comparison
     }
-    shown = [
-        name for name in APPROXIMATIONS if any(name in qualities for qualities in compared.values())
-    ]
+    shown = [name for name in APPROXIMATIONS if any(name in each for each in compared.values())]
     if not shown:
         return None
     titles = [plain(APPROXIMATIONS[name].title) for name in shown]
@@ -231,22 +249,19 @@ def _error_figure(
     return Figure(f"errors-{number}", shape, [traces], title, caption)
 
 
-# Networks and settings
-
-
 def _networks(inspections: Sequence[Inspection]) -> dict[str, Comparison]:
-    parts: dict[str, list[Mapping[str, Any]]] = {
-        "Networks and training": [{**one.network, **(one.training or {})} for one in inspections],
-        "Settings of the inspection": [_settings(one) for one in inspections],
-        "Machine": [one.environment for one in inspections],
-    }
+    """Return tables of the networks, settings and machines."""
     labels = [one.label for one in inspections]
-    return {title: compare_values(labels, columns) for title, columns in parts.items()}
-
-
-def _settings(inspection: Inspection) -> dict[str, Any]:
-    values = asdict(inspection.settings)
-    values["layers"] = ", ".join(values["layers"]) or "all"
-    values["approximations"] = ", ".join(values["approximations"])
-    exact = values.pop("exact_samples")
-    return {**values, "samples for the blocks": exact or "all targets"}
+    settings = []
+    for one in inspections:
+        values = asdict(one.settings)
+        values["layers"] = ", ".join(values["layers"]) or "all"
+        values["approximations"] = ", ".join(values["approximations"])
+        values["samples for the blocks"] = values.pop("exact_samples") or "all targets"
+        settings.append(values)
+    networks = [{**one.network, **(one.training or {})} for one in inspections]
+    return {
+        "Networks and training": compare_values(labels, networks),
+        "Settings of the inspection": compare_values(labels, settings),
+        "Machine": compare_values(labels, [one.environment for one in inspections]),
+    }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from kfc.lab.report.costs import cost_section
 from kfc.lab.report.curves import curve_section, sensitivity_section
@@ -38,24 +37,22 @@ def write_page(
         raise ValueError("a report needs at least one run, got none")
     best = best_runs(records)
     labels = distinct_labels(records)
+    settings = []
+    for record in records:
+        values = record.config.to_dict()
+        options = values.pop("options")
+        settings.append({**values, **options, "data_digest": record.data_digest[:12]})
     sections = {
-        "summary": summary_section(best, default_goals(best) if goals is None else goals, baseline),
+        "summary": summary_section(best, goals or default_goals(best), baseline),
         "curves": curve_section(records, best),
         "learning-rates": sensitivity_section(records, [record.name for record in best]),
         "cost": cost_section(best),
         "adaptation": adaptation_section(best),
         "clipping": clipping_section(best),
         "layers": layer_section(best),
-        "settings": compare_values(labels, [_settings(record) for record in records]),
+        "settings": compare_values(labels, settings),
         "environment": compare_values(
             labels, [{"folder": record.path.name, **record.environment} for record in records]
         ),
     }
     write_html(path, "runs.html", title=title, introduction=introduction, sections=sections)
-
-
-def _settings(record: Record) -> dict[str, Any]:
-    """Return everything that defines a run, with the options of its optimizer."""
-    values = record.config.to_dict()
-    options = values.pop("options")
-    return {**values, **options, "data_digest": record.data_digest[:12]}

@@ -4,49 +4,50 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
-from kfc.lab.report.figures import INK, area_style, line_style
+from kfc.lab.inspection.results import plain_values
+from kfc.lab.report.figures import area_style, line_style
 from kfc.lab.report.tables import MISSING
 from kfc.lab.runs import write_atomically
 
+LOADER = PackageLoader("kfc.lab.report")
 TEMPLATES = Environment(
-    loader=PackageLoader("kfc.lab.report"),
+    loader=LOADER,
     autoescape=True,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
 )
-TEMPLATES.globals |= {"area_style": area_style, "line_style": line_style}
-TEMPLATES.globals |= {"ink": INK, "missing": MISSING}
-TEMPLATES.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+TEMPLATES.globals |= {"area_style": area_style, "line_style": line_style, "missing": MISSING}
+TEMPLATES.policies["json.dumps_function"] = lambda value, **options: json.dumps(
+    plain_values(value), allow_nan=False, separators=(",", ":")
+)
 
 
-def write_html(
-    path: Path, template: str, *, title: str, sections: Mapping[str, Any], introduction: str = ""
-) -> None:
+def write_html(path: Path, template: str, *, sections: Mapping[str, Any], **values: Any) -> None:
     """Write a page atomically, and create its folder if it is missing.
 
     Args:
         template: the file name of the page's template.
         sections: the data of each section, by its id; a section without data is left out.
+        values: other variables of the template, such as the page's title.
 
     Raises:
         OSError: the file or its folder cannot be written.
     """
-    folder = files("kfc.lab.report") / "templates"
-    script, plotly = (folder / "page.js").read_text(encoding="utf-8"), get_plotlyjs()
+    style, script = (LOADER.get_source(TEMPLATES, name)[0] for name in ("page.css", "page.js"))
+    plotly = get_plotlyjs()
     content = TEMPLATES.get_template(template).render(
-        title=title,
-        introduction=introduction,
+        **values,
         sections=sections,
-        style=(folder / "page.css").read_text(encoding="utf-8"),
+        style=style,
         script=script,
         plotly=plotly,
         script_digests=[_digest(plotly), _digest(script)],

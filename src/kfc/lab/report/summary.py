@@ -29,9 +29,9 @@ COUNTS = {"seconds": "seconds", "epochs": "epoch", "updates": "update"}
 class Goals:
     """Errors, in percent, and losses to reach."""
 
-    train_errors: tuple[float, ...] = ()
-    test_errors: tuple[float, ...] = ()
-    train_losses: tuple[float, ...] = ()
+    train_errors: Sequence[float] = ()
+    test_errors: Sequence[float] = ()
+    train_losses: Sequence[float] = ()
 
     def __bool__(self) -> bool:
         return bool(self.train_errors or self.test_errors or self.train_losses)
@@ -67,14 +67,17 @@ def _rank(record: Record) -> tuple[bool, bool, float]:
 
 
 def find_baseline(records: Sequence[Record], name: str | None = None) -> Record:
-    """Return the run with the given name; by default the first run with SGD, else the first."""
+    """Return the run with the given name; by default the first run with SGD, else the first.
+
+    Raises:
+        ValueError: no run has the name.
+    """
     if name is None:
         return next((r for r in records if r.config.optimizer == "sgd"), records[0])
-    for record in records:
-        if record.name == name:
-            return record
-    known = ", ".join(dict.fromkeys(record.name for record in records))
-    raise ValueError(f"no run is named {name!r}; there are {known}")
+    named = {record.name: record for record in records}
+    if name not in named:
+        raise ValueError(f"no run is named {name!r}; there are {', '.join(named)}")
+    return named[name]
 
 
 def end_reason(record: Record) -> str | None:
@@ -93,11 +96,7 @@ def last_evaluation(record: Record) -> dict[str, Any]:
 def summary_section(
     records: Sequence[Record], goals: Goals, baseline: str | None
 ) -> dict[str, Any]:
-    """Return the data of the summary of a page.
-
-    Raises:
-        ValueError: no run has the name of the baseline.
-    """
+    """Return the data of the summary of a page."""
     return {
         "runs": summary_rows(records, baseline),
         "goals": goal_rows(records, goals, baseline) if goals else [],
@@ -105,19 +104,13 @@ def summary_section(
         "failures": [
             f"{record.name} diverged at update {record.end['update']}: {record.end.get('message')}"
             for record in records
-            if record.end is not None and end_reason(record) == "diverged"
+            if record.end and end_reason(record) == "diverged"
         ],
     }
 
 
 def summary_rows(records: Sequence[Record], baseline: str | None = None) -> list[Row]:
-    """Return a table with a column for each run. Losses and errors are of averaged parameters.
-
-    Raises:
-        ValueError: no run has the name of the baseline.
-    """
-    if not records:
-        return [("run",)]
+    """Return a table with a column for each run. Losses and errors are of averaged parameters."""
     reference = find_baseline(records, baseline)
     # A long name would make the first column too wide.
     owner = reference.name if len(reference.name) <= 12 else "the baseline"
@@ -169,19 +162,13 @@ def goal_rows(records: Sequence[Record], goals: Goals, baseline: str | None = No
 
     Each goal has a row with its title, whose other cells are empty, and three rows of values. In
     brackets: how many times less than the baseline, with ">" if the baseline did not reach it.
-
-    Raises:
-        ValueError: no run has the name of the baseline.
     """
-    if not records:
-        return [("to reach",)]
     reference = find_baseline(records, baseline)
     rows = [("to reach", *(record.name for record in records))]
     for key, value, title in goals:
         rows.append((title, *("" for _ in records)))
         for label, count in COUNTS.items():
-            cells = (_goal_cell(record, reference, key, value, count) for record in records)
-            rows.append((label, *cells))
+            rows.append((label, *(_goal_cell(r, reference, key, value, count) for r in records)))
     return rows
 
 
@@ -205,11 +192,12 @@ def _first_reaching(record: Record, key: str, value: float) -> dict[str, Any] | 
 
 
 def default_goals(records: Sequence[Record]) -> Goals:
-    """Return the smallest round errors that runs reached.
+    """Return the smallest round errors that the best runs reached.
 
     For the training error, those that all runs and that any run reached; for the test error, the
     one that any run reached.
     """
+    records = best_runs(records)
     train, test = "averaged_train_error", "averaged_test_error"
     by_all, by_any = _reached(records, train, all_runs=True), _reached(records, train)
     return Goals(tuple(sorted({*by_all, *by_any}, reverse=True)), tuple(_reached(records, test)))

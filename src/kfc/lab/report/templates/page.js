@@ -20,9 +20,32 @@
     plotlyServerURL: "",
   };
 
+  // The style of all figures, which their own layouts override.
+  const ink = getComputedStyle(document.body).color;
+  const axis = {
+    automargin: true,
+    zeroline: false,
+    gridcolor: "#e3e3e3",
+    showline: true,
+    linecolor: ink,
+    exponentformat: "power",
+  };
+  const template = {
+    layout: {
+      xaxis: axis,
+      yaxis: axis,
+      margin: { l: 56, r: 14, t: 14, b: 48 },
+      showlegend: false,
+      hovermode: "closest",
+      hoverlabel: { namelength: -1, bgcolor: "#ffffff", font: { color: ink } },
+      font: { family: "system-ui, sans-serif", size: 13, color: ink },
+    },
+  };
+
   const chosen = (name) => controls.querySelector(`input[name="${name}"]:checked`)?.value;
 
   function draw(id, traces, layout, size) {
+    layout.template = template;
     if (size) layout.width = size.width;
     if (size && !layout.height) layout.height = size.height;
     // On a touch screen, dragging scrolls the page and must not zoom the figure.
