@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Annotated, Any
@@ -19,17 +20,16 @@ from kfc.lab.cli.options import parameter, with_options
 from kfc.lab.cli.report import with_distinct_names
 from kfc.lab.config import OPTIONS, make_config
 from kfc.lab.data import load
-from kfc.lab.inspection.networks import (
-    PARAMETERS,
-    InspectedNetwork,
-    network_of_run,
-    untrained_network,
-)
+from kfc.lab.inspection.networks import PARAMETERS, InspectedNetwork, inspected_network
 from kfc.lab.inspection.results import FORMAT, PANEL, Inspection, InspectionSettings
 from kfc.lab.inspection.runner import STEPS, inspect_network, selected_layers
 from kfc.lab.options import ConfigError, options_of
-from kfc.lab.report.inspection import write_inspection_page
-from kfc.lab.report.inspection_tables import notes_of, quality_rows, verdict_rows
+from kfc.lab.report.inspection import (
+    notes_of,
+    quality_rows,
+    verdict_rows,
+    write_inspection_page,
+)
 from kfc.lab.runs import read_record
 
 PAGE = Path("inspect.html")
@@ -95,12 +95,21 @@ def inspect(
         page = out or (None if as_json else PAGE)
         if page is not None and page.is_dir():
             raise typer.BadParameter(f"{page} is a folder; name a file", param_hint="--out")
-        settings = _settings(given)
-        options = {name: value for name, value in given.items() if name not in SETTINGS}
-        if (threads := options.pop("threads", None)) is not None:
+        chosen = {name: given.pop(name) for name in SETTINGS if name in given}
+        for name in ("layers", "approximations"):
+            if name in chosen:
+                chosen[name] = tuple(dict.fromkeys(chosen[name]))  # without repeated values
+        settings = InspectionSettings(**chosen)
+        if (threads := given.pop("threads", None)) is not None:
             OPTIONS["threads"].check(threads)
             torch.set_num_threads(threads)
-        networks = _networks(runs, net, parameters, options, settings, data_dir)
+        if bool(runs) == bool(net or given.keys() - {"device"}):
+            raise typer.BadParameter("name either folders of runs, or --net and --data")
+        networks = (
+            _networks_of_runs(runs, parameters, given.get("device"), settings, data_dir)
+            if runs
+            else _untrained_networks(net or [None], parameters, given, settings, data_dir)
+        )
         # Check all names, and that the page can be written, before the work begins.
         for network in networks:
             selected_layers(network, settings)
@@ -109,48 +118,36 @@ def inspect(
         _publish(_inspect(networks, settings), page, as_json)
 
 
-def _settings(given: dict[str, Any]) -> InspectionSettings:
-    """Return the settings among the given options, without repeated values."""
-    chosen: dict[str, Any] = {
-        name: tuple(dict.fromkeys(value)) if isinstance(value, list) else value
-        for name, value in given.items()
-        if name in SETTINGS
-    }
-    return InspectionSettings(**chosen)
+def _networks_of_runs(
+    runs: list[Path],
+    parameters: str | None,
+    device: str | None,
+    settings: InspectionSettings,
+    data_dir: Path | None,
+) -> list[InspectedNetwork]:
+    parameters = parameters or PARAMETERS[0]
+    if parameters not in PARAMETERS:
+        raise ConfigError(f"parameters must be one of {', '.join(PARAMETERS)}, got {parameters!r}")
+    networks = []
+    for record in with_distinct_names([[read_record(path)] for path in runs]):
+        config = replace(record.config, device=device or record.config.device)
+        data = load(config.data, data_dir)
+        networks.append(inspected_network(config, data, settings.examples, record, parameters))
+    return networks
 
 
-def _networks(
-    runs: Sequence[Path] | None,
-    nets: Sequence[str] | None,
+def _untrained_networks(
+    nets: Sequence[str | None],
     parameters: str | None,
     options: dict[str, Any],
     settings: InspectionSettings,
     data_dir: Path | None,
 ) -> list[InspectedNetwork]:
-    """Return the networks of runs, or untrained ones."""
-    if bool(runs) == bool(nets or options.keys() - {"device"}):
-        raise typer.BadParameter("name either folders of runs, or --net and --data")
-    count = settings.examples
-    if not runs:
-        if parameters is not None:
-            raise typer.BadParameter("--parameters has no effect on an untrained network")
-        chosen = [{"net": net} for net in nets] if nets else [{}]
-        configs = [make_config(**net, seed=settings.seed, **options) for net in chosen]
-        data = load(configs[0].data, data_dir)
-        return [untrained_network(config, data, examples=count) for config in configs]
-    parameters = parameters or PARAMETERS[0]
-    if parameters not in PARAMETERS:
-        raise ConfigError(f"parameters must be one of {', '.join(PARAMETERS)}, got {parameters!r}")
-    return [
-        network_of_run(
-            record,
-            load(record.config.data, data_dir),
-            examples=count,
-            parameters=parameters,
-            device=options.get("device"),
-        )
-        for record in with_distinct_names([[read_record(path)] for path in runs])
-    ]
+    if parameters is not None:
+        raise typer.BadParameter("--parameters has no effect on an untrained network")
+    configs = [make_config(net=net, seed=settings.seed, **options) for net in nets]
+    data = load(configs[0].data, data_dir)
+    return [inspected_network(config, data, settings.examples) for config in configs]
 
 
 def _require_writable(page: Path) -> None:
@@ -170,19 +167,14 @@ def _inspect(
     found = []
     with screen.progress_bars(screen.errors) as progress:
         for network in networks:
-            label = escape(network.label)
-            task = progress.add_task(label, total=1.0, state="")
+            task = progress.add_task(escape(network.label), total=1.0, state="")
 
             def show(
-                layer: str, step: str, part: float, label: str = label, task: Any = task
+                layer: str, step: str, part: float, label: str = network.label, task: Any = task
             ) -> None:
                 progress.update(task, completed=part, state=escape(f"{layer}: {step}"))
-                if (
-                    step == STEPS[0] and not screen.errors.is_terminal
-                ):  # where there is no moving bar
-                    screen.errors.print(
-                        f"{label}: {escape(layer)}", highlight=False, soft_wrap=True
-                    )
+                if step == STEPS[0] and not screen.errors.is_terminal:  # there is no moving bar
+                    screen.say(f"{label}: {layer}", on=screen.errors)
 
             found.append(inspect_network(network, settings, show))
             progress.update(task, completed=1.0, state="done")
@@ -210,15 +202,13 @@ def _print(inspection: Inspection) -> None:
         (layer, *(cell.replace(" (", "\n(") for cell in cells))
         for layer, *cells in verdict_rows(inspection)
     ]
-    screen.console.print(
-        screen.as_table(verdicts, escape(inspection.label), compact=True), highlight=False
-    )
+    tables = [(inspection.label, verdicts)]
     for layer in inspection.layers:
         if layer.comparison is not None:
-            title = f"{inspection.label}, {layer.name} ({layer.kind})"
             rows = [TERMINAL_HEADER, *quality_rows(layer.comparison)[1:]]
-            screen.console.print(
-                screen.as_table(rows, escape(title), compact=True), highlight=False
-            )
+            tables.append((f"{inspection.label}, {layer.name} ({layer.kind})", rows))
+    for title, rows in tables:
+        table = screen.as_table(rows, escape(title), compact=True)
+        screen.console.print(table, highlight=False)
     for note in notes_of(inspection):
         screen.say(note)

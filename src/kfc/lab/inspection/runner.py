@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from kfc.analysis import (
-    LayerComparison,
     LayerRecord,
     assumptions,
     compare_blocks,
@@ -46,13 +44,8 @@ def inspect_network(
     Raises:
         ConfigError: a layer does not exist, or none can be inspected.
     """
-    layers = selected_layers(network, settings)
-    outputs = network.outputs()
-    steps = len(STEPS) + len(settings.approximations)
-    found = []
-    for index, (name, layer) in enumerate(layers.items()):
-        report = _StepCounter(progress, index, len(layers), steps)
-        found.append(_LayerInspector(network, settings, outputs, report).inspect(name, layer))
+    inspector = _Inspector(network, settings, progress or (lambda *_: None))
+    found = [inspector.inspect(name, layer) for name, layer in inspector.layers.items()]
     if all(result.assumptions is None for result in found):
         raise ConfigError(f"{network.label}: {found[0].notes[0]}")
     return Inspection(
@@ -80,98 +73,80 @@ def selected_layers(
     return {name: known[name] for name in known if not settings.layers or name in settings.layers}
 
 
-class _StepCounter:
-    """Reports the progress of one of several layers."""
-
-    def __init__(self, progress: Progress | None, layer: int, layers: int, steps: int) -> None:
-        self._progress = progress
-        self._layer, self._layers, self._steps = layer, layers, steps
-        self._done = 0
-
-    def __call__(self, layer: str, step: str) -> None:
-        if self._progress is not None:
-            part = min(self._done / self._steps, 1.0)
-            self._progress(layer, step, (self._layer + part) / self._layers)
-        self._done += 1
-
-
-class _LayerInspector:
-    """Inspects one layer of a network."""
+class _Inspector:
+    """Inspects the layers of a network."""
 
     def __init__(
-        self,
-        network: InspectedNetwork,
-        settings: InspectionSettings,
-        outputs: Tensor,
-        report: Callable[[str, str], None],
+        self, network: InspectedNetwork, settings: InspectionSettings, progress: Progress
     ) -> None:
-        self._network, self._settings, self._report = network, settings, report
-        columns = resolve_likelihood(network.task.likelihood).columns_per_example(outputs)
-        self._exact_samples = settings.exact_samples
-        if columns > MAX_COLUMNS and self._exact_samples is None:
-            self._exact_samples = MANY_SAMPLES
-        self._exact_draws = self._exact_samples or columns
+        self._network, self._settings, self._progress = network, settings, progress
+        self.layers = selected_layers(network, settings)
+        likelihood = resolve_likelihood(network.task.likelihood)
+        self._columns = likelihood.columns_per_example(network.outputs())
+        self._steps_done = 0
 
     def inspect(self, name: str, layer: MatrixLayer) -> LayerInspection:
         columns, rows = layer.factor_sizes()
         kind = type(layer.modules[0]).__name__
-        found = LayerInspection(name, kind, (layer.groups, rows, columns))
+        results: dict[str, Any]
         try:
             elements = self._derivatives_per_example(name)
-            return self._with_comparison(self._with_assumptions(found, elements), elements)
+            results = self._assumptions(name, elements)
+            if self._settings.approximations:
+                results |= self._comparison(name, elements)
         except ValueError as error:
-            return replace(found, notes=(str(error),))
+            results = {"notes": (str(error),)}
+        return LayerInspection(name, kind, (layer.groups, rows, columns), **results)
 
-    def _with_assumptions(self, found: LayerInspection, elements: int) -> LayerInspection:
-        """Add assumptions and correlations, from sampled targets."""
-        settings, name = self._settings, found.name
+    def _assumptions(self, name: str, elements: int) -> dict[str, Any]:
+        """Return assumptions and correlations, from sampled targets."""
+        settings = self._settings
         count = self._affordable(settings.samples * elements)
         self._report(name, STEPS[0])
         record = self._record(name, count, settings.samples)
         self._report(name, STEPS[1])
         tested = assumptions(record, reach=settings.reach, seed=settings.seed)
         self._report(name, STEPS[2])
-        return replace(
-            found,
-            examples=count,
-            assumptions=tested,
-            correlations=correlations(record, settings.reach) if is_spatial(record) else None,
-        )
+        found = correlations(record, settings.reach) if is_spatial(record) else None
+        return {"examples": count, "assumptions": tested, "correlations": found}
 
-    def _with_comparison(self, found: LayerInspection, elements: int) -> LayerInspection:
-        """Add a comparison with the exact block, from enumerated targets if possible."""
-        network, name, drawn = self._network, found.name, self._exact_samples
-        if not self._settings.approximations:
-            return found
-        count = self._affordable(self._exact_draws * elements)
+    def _comparison(self, name: str, elements: int) -> dict[str, Any]:
+        """Return a comparison with the exact block, from enumerated targets if possible."""
+        network, settings, drawn = self._network, self._settings, self._settings.exact_samples
+        if drawn is None and self._columns > MAX_COLUMNS:
+            drawn = MANY_SAMPLES
+        count = self._affordable((drawn or self._columns) * elements)
         self._report(name, STEPS[3])
         record = self._record(name, count, drawn)
-        images = network.images[:count]
         gradient = loss_gradient(
-            network.model, images, record, lambda outputs: network.loss(outputs, count), None
-        )
-        found = replace(
-            found,
-            compared_examples=count,
-            targets="enumerated" if drawn is None else f"{drawn} drawn for each example",
-        )
-        try:
-            comparison = self._compare(record, gradient)
-        except UnsolvableError as error:
-            return replace(found, notes=(f"the exact block was left out: {error}",))
-        left_out = [f"{key} was left out: {why}" for key, why in comparison.left_out.items()]
-        return replace(found, comparison=comparison, notes=tuple(left_out))
-
-    def _compare(self, record: LayerRecord, gradient: Tensor) -> LayerComparison:
-        return compare_blocks(
+            network.model,
+            network.images[:count],
             record,
-            gradient,
-            self._settings.approximations,
-            damping=self._settings.damping,
-            seed=self._settings.seed,
-            max_gib=self._settings.memory,
-            progress=self._report,
+            lambda outputs: network.loss(outputs, count),
+            None,
         )
+        targets = "enumerated" if drawn is None else f"{drawn} drawn for each example"
+        results: dict[str, Any] = {"compared_examples": count, "targets": targets}
+        try:
+            comparison = compare_blocks(
+                record,
+                gradient,
+                settings.approximations,
+                damping=settings.damping,
+                seed=settings.seed,
+                max_gib=settings.memory,
+                progress=self._report,
+            )
+        except UnsolvableError as error:
+            return {**results, "notes": (f"the exact block was left out: {error}",)}
+        left_out = [f"{key} was left out: {why}" for key, why in comparison.left_out.items()]
+        return {**results, "comparison": comparison, "notes": tuple(left_out)}
+
+    def _report(self, layer: str, step: str) -> None:
+        self._steps_done = 0 if step == STEPS[0] else self._steps_done + 1
+        part = min(self._steps_done / (len(STEPS) + len(self._settings.approximations)), 1.0)
+        index = list(self.layers).index(layer)
+        self._progress(layer, step, (index + part) / len(self.layers))
 
     def _record(self, name: str, count: int, samples: int | None) -> LayerRecord:
         return record_layer(
@@ -189,21 +164,17 @@ class _LayerInspector:
         Raises:
             ValueError: the number of the layer's rows is not proportional to that of examples.
         """
-        one, two = (self._record(name, count, 1) for count in (1, 2))
-        if _rows_per_example(one) != _rows_per_example(two):
-            shapes = [tuple(call.outputs.shape) for call in two.calls]
+        one, two = (self._record(name, count, 1).calls for count in (1, 2))
+        shapes = [tuple(call.outputs.shape) for call in two]
+        if [2 * call.outputs.shape[0] for call in one] != [shape[0] for shape in shapes]:
             raise ValueError(
                 f"layer {name!r} runs on rows that do not belong to one example each (shapes "
                 f"{shapes} for two examples), so no example has a gradient of its own"
             )
-        return sum(call.derivatives[0].numel() for call in one.calls)
+        return sum(call.derivatives[0].numel() for call in one)
 
     def _affordable(self, elements_per_example: int) -> int:
         """Return the number of examples, at most as many as fit into the memory."""
         size = torch.finfo(torch.get_default_dtype()).bits // 8
         most = self._settings.memory * GIB / (size * elements_per_example)
         return max(2, min(self._settings.examples, math.floor(most)))
-
-
-def _rows_per_example(record: LayerRecord) -> list[float]:
-    return [call.outputs.shape[0] / record.examples for call in record.calls]
