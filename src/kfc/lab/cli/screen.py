@@ -6,7 +6,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -98,45 +98,35 @@ def writing(page: Path) -> Iterator[None]:
 # Interruptions
 
 
-class Interruption:
-    """Records Ctrl-C or SIGTERM as a request to end; a second Ctrl-C ends at once.
+@contextmanager
+def interruptions(*, patient: bool = False) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether Ctrl-C or SIGTERM has requested the end.
 
     Args:
-        patient: ignore further signals. torchrun may send a signal more than once, and kills
-            processes that do not end in time.
+        patient: ignore further signals, instead of ending at once at the second Ctrl-C. torchrun
+            may send a signal more than once, and kills processes that do not end in time.
     """
+    process, requested = os.getpid(), False
 
-    def __init__(self, *, patient: bool = False) -> None:
-        self.requested = False
-        self._patient = patient
-        self._process = os.getpid()
-
-    def __call__(self) -> bool:
-        return self.requested
-
-    def __enter__(self) -> Interruption:
-        self._before = {
-            number: signal.signal(number, self._request)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._patient and self.requested:
-            return  # further signals may arrive while the ranks end
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _request(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a DataLoader worker, which ends with the run
+    def request(number: int, frame: FrameType | None) -> None:
+        nonlocal requested
+        if os.getpid() != process:  # a DataLoader worker, which ends with the run
             return
-        if self._patient:
-            self.requested = True
-            return
-        if self.requested:
+        if requested and not patient:
             raise KeyboardInterrupt
-        self.requested = True
-        errors.print("Saving a checkpoint after this update; press Ctrl-C again to end at once.")
+        requested = True
+        if not patient:
+            errors.print(
+                "Saving a checkpoint after this update; press Ctrl-C again to end at once."
+            )
+
+    before = {each: signal.signal(each, request) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: requested
+    finally:
+        if not (patient and requested):  # further signals may arrive while the ranks end
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 # Progress and tables
@@ -165,34 +155,26 @@ class RunDisplay:
     def __init__(self, progress: Progress, label: str, config: RunConfig, prefix: str = "") -> None:
         self._progress, self._config, self._prefix = progress, config, prefix
         self._task = progress.add_task(escape(label), total=1.0, state="")
-        self._error: float | None = None
+        self._error = ""
 
     def __call__(self, row: dict[str, Any]) -> None:
         if row["kind"] == "evaluation":
-            self._error = row["averaged_test_error"]
-            say(self._prefix + evaluation_line(row))
+            self._error = f"error {row['averaged_test_error']:.2f}%, "
+            train, test = (
+                f"{split} loss {row[f'averaged_{split}_loss']:.4g} "
+                f"error {row[f'averaged_{split}_error']:.2f}%"
+                for split in ("train", "test")
+            )
+            place = f"epoch {row['epoch']:.4g}, update {row['update']}, {row['seconds']:.1f} s"
+            say(f"{self._prefix}{place}: {train}, {test}")
+        elif row["kind"] == "end":
+            self._progress.update(self._task, state=row["reason"])
         else:
-            state = row["reason"] if row["kind"] == "end" else self._state(row)
+            norm = row.get("fisher_norm")
+            state = f"loss {row['loss']:.3g}, {self._error}{row['images_per_second']:.0f} images/s"
+            state += "" if norm is None else f", ν {norm:.2g}"
             self._progress.update(self._task, state=state)
         self._progress.update(self._task, completed=self._config.fraction_done(row))
-
-    def _state(self, row: dict[str, Any]) -> str:
-        parts = [f"loss {row['loss']:.3g}"]
-        if self._error is not None:
-            parts.append(f"error {self._error:.2f}%")
-        parts.append(f"{row['images_per_second']:.0f} images/s")
-        if row.get("fisher_norm") is not None:
-            parts.append(f"ν {row['fisher_norm']:.2g}")
-        return ", ".join(parts)
-
-
-def evaluation_line(row: dict[str, Any]) -> str:
-    """Return a line with the evaluation of the averaged parameters."""
-    return (
-        f"epoch {row['epoch']:.4g}, update {row['update']}, {row['seconds']:.1f} s: "
-        f"train loss {row['averaged_train_loss']:.4g} error {row['averaged_train_error']:.2f}%, "
-        f"test loss {row['averaged_test_loss']:.4g} error {row['averaged_test_error']:.2f}%"
-    )
 
 
 def as_table(

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from kfc.distributed.ranks import Ranks
 from kfc.lab.cli import screen
-from kfc.lab.cli.options import parameter, with_options
+from kfc.lab.cli.options import parameter, parser, with_options
 from kfc.lab.config import (
     DATA,
     LIMITS,
@@ -28,7 +28,7 @@ from kfc.lab.config import (
 )
 from kfc.lab.data import Dataset, load
 from kfc.lab.optimizers import all_optimizer_options
-from kfc.lab.options import duration, option, options_of
+from kfc.lab.options import duration
 from kfc.lab.processes.ranks import Launch, failing_together, joined
 from kfc.lab.runs import RemoteFolder, RunError, RunFolder, is_of_job, read_record
 from kfc.lab.training import Trainer
@@ -36,25 +36,8 @@ from kfc.lab.training import Trainer
 DEFAULT_TIMEOUT = 300.0
 
 
-@dataclass(frozen=True)
-class CommandOptions:
-    """Options of the command that are not part of a run's configuration."""
-
-    data_dir: Path | None = option(None, "Folder of the data sets", panel=DATA)
-    timeout: float | None = option(
-        None,
-        "Longest time that a process of torchrun may keep the others waiting; by default 5m",
-        panel=RECORDS,
-        parse=duration,
-    )
-    out: Path | None = option(None, "Folder of the run; it must not exist", panel=RECORDS)
-    resume: Path | None = option(
-        None, "Continue the run in this folder; only its length may be changed", panel=RECORDS
-    )
-
-
 def train_parameters() -> Iterator[inspect.Parameter]:
-    """Yield a parameter for every option of a run, of every optimizer, and of the command."""
+    """Yield a parameter for every option of a run and of every optimizer."""
     for declared in OPTIONS.values():
         yield parameter(declared)
         if declared.name == "weight_decay":
@@ -62,15 +45,34 @@ def train_parameters() -> Iterator[inspect.Parameter]:
                 defaults = {optimizer: each.default for optimizer, each in owners.items()}
                 shared = next(iter(owners.values()))
                 yield parameter(shared, panel=OPTIMIZER, defaults=defaults)
-    yield from map(parameter, options_of(CommandOptions).values())
 
 
 @with_options(train_parameters())
 def train(
-    data_dir: Path | None,
-    timeout: float | None,
-    out: Path | None,
-    resume: Path | None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the data sets.", rich_help_panel=DATA)
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Longest time that a process of torchrun may keep the others waiting; by default "
+            "5m.",
+            parser=parser(duration),
+            metavar="<duration>",
+            rich_help_panel=RECORDS,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the run; it must not exist.", rich_help_panel=RECORDS),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="Continue the run in this folder; only its length may be changed.",
+            rich_help_panel=RECORDS,
+        ),
+    ] = None,
     **values: Any,
 ) -> None:
     """Train one network with one optimizer, and record the run in a folder.
@@ -95,19 +97,23 @@ def train(
       torchrun --nproc-per-node=2 --max-restarts=3 -m kfc train --data cifar10 --time 1h
     """
     given = {name: value for name, value in values.items() if value is not None}
-    if resume is not None:
-        _refuse_settings([*given, *(["out"] if out else [])])
+    fixed = [name for name in [*given, *(["out"] if out else [])] if name not in LIMITS]
+    if resume is not None and fixed:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in fixed)
+        raise typer.BadParameter(
+            f"a resumed run keeps its settings, so {options} cannot be given; only its length "
+            "can: --epochs, --updates, --time",
+            param_hint="--resume",
+        )
     launch = Launch.from_environment()
-
-    def plan() -> Plan:
-        if resume is not None:
-            return _plan_to_continue(resume, [given.get(name) for name in LIMITS], launch)
-        return _plan_to_start(make_config(**given), out, launch)
-
     with screen.clear_errors():
         with joined(launch, timeout or DEFAULT_TIMEOUT) as ranks:
             with failing_together(ranks):
-                own = plan() if ranks.rank == 0 else None
+                own = None
+                if ranks.rank == 0 and resume is not None:
+                    own = _plan_to_continue(resume, [given.get(name) for name in LIMITS], launch)
+                elif ranks.rank == 0:
+                    own = _plan_to_start(make_config(**given), out, launch)
             trainer = _run(_shared(own, ranks), data_dir, launch, ranks)
             code = _print_end(trainer, launch)
         raise typer.Exit(code)
@@ -135,16 +141,18 @@ def _plan_to_start(config: RunConfig, out: Path | None, launch: Launch) -> Plan:
         # Each machine counts restarts for itself; but another job may have the same name later.
         if is_of_job(path, config, launch.job) and (launch.restarted or not read_record(path).end):
             _refuse_diverged(path, launch)
-            return Plan(path, config, RunFolder.open(path), restarted=True)
+            return Plan(path, config, RunFolder(path), restarted=True)
     return Plan(out or screen.free_path(default), config, None)
 
 
 def _plan_to_continue(path: Path, limits: list[Any], launch: Launch) -> Plan:
-    folder = RunFolder.open(path)
+    folder = RunFolder(path)
     config = folder.config.with_limits(*limits)
     _refuse_diverged(path, launch)
-    if not launch.restarted:
-        _refuse_passed_limits(path, config)
+    rows = read_record(path).evaluations
+    if not launch.restarted and rows and config.fraction_done(last := rows[-1]) > 1:
+        position = f"epoch {last['epoch']:.4g}, update {last['update']}, {last['seconds']:.1f} s"
+        raise RunError(f"{path} is already beyond that: at {position}")
     folder.set_config(config)
     return Plan(path, config, folder, restarted=launch.restarted)
 
@@ -163,24 +171,6 @@ def _shared(plan: Plan | None, ranks: Ranks) -> Plan:
     return Plan(path, config, folder)
 
 
-def _refuse_settings(given: list[str]) -> None:
-    fixed = [name for name in given if name not in LIMITS]
-    if fixed:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in fixed)
-        raise typer.BadParameter(
-            f"a resumed run keeps its settings, so {options} cannot be given; only its length "
-            "can: --epochs, --updates, --time",
-            param_hint="--resume",
-        )
-
-
-def _refuse_passed_limits(path: Path, config: RunConfig) -> None:
-    rows = read_record(path).evaluations
-    if rows and config.fraction_done(rows[-1]) > 1:
-        position = f"epoch {rows[-1]['epoch']:.4g}, update {rows[-1]['update']}"
-        raise RunError(f"{path} is already beyond that: at {position}, {rows[-1]['seconds']:.1f} s")
-
-
 def _refuse_diverged(path: Path, launch: Launch) -> None:
     """Raise ``RunError`` if torchrun has restarted a run that would diverge again."""
     end = read_record(path).end if launch.restarted else None
@@ -196,7 +186,7 @@ def _run(plan: Plan, data_dir: Path | None, launch: Launch, ranks: Ranks) -> Tra
         warnings.simplefilter("ignore")
     with (
         screen.progress_bars(hidden=silent) as progress,
-        screen.Interruption(patient=launch.job is not None) as interrupted,
+        screen.interruptions(patient=launch.job is not None) as interrupted,
     ):
         show = None if silent else screen.RunDisplay(progress, plan.config.optimizer, plan.config)
         if plan.folder is None:
