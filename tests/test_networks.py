@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import kfc
+from kfc.lab.components import TASKS
 from kfc.lab.networks import NETWORKS, NetworkError, build
-from kfc.lab.networks.resnet import ResidualBlock
-from kfc.lab.networks.sequential import WithinMapNormalisation
-from kfc.lab.tasks import TASKS
+from kfc.lab.networks.architectures import ResidualBlock, WithinMapNormalisation
 
 NAMES = list(NETWORKS)
 

@@ -5,13 +5,4 @@ from kfc.lab.data.catalogue import NAMES
 from kfc.lab.data.datasets import DataError, Dataset, Split
 from kfc.lab.data.loading import data_folder, load
 
-__all__ = [
-    "NAMES",
-    "Batches",
-    "DataError",
-    "Dataset",
-    "Inputs",
-    "Split",
-    "data_folder",
-    "load",
-]
+__all__ = ["NAMES", "Batches", "DataError", "Dataset", "Inputs", "Split", "data_folder", "load"]

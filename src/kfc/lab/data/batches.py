@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from kfc._helpers import require_whole
 from kfc.lab.data.datasets import DataError, Split, chunks
 
 Batch = tuple[Tensor, Tensor]
-Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,18 +71,6 @@ def _pixel_sums(split: Split) -> NDArray[np.int64]:
     return sums
 
 
-@dataclass(frozen=True)
-class _BatchMaker(Dataset[Batch]):
-    """Returns a whole batch for the indices of its examples."""
-
-    split: Split
-    inputs: Inputs
-
-    def __getitem__(self, indices: Indices) -> Batch:
-        images, labels = self.split.images[indices], self.split.labels[indices]
-        return self.inputs(images), torch.from_numpy(np.asarray(labels))
-
-
 class Batches:
     """Batches of a split in an order that depends on the seed and the epoch only.
 
@@ -129,7 +116,8 @@ class Batches:
         self.workers = workers
         self._part = part_of(batch_size, rank, ranks)
         self._ranks = ranks
-        self._maker = _BatchMaker(split, inputs)
+        self._split = split
+        self._inputs = inputs
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch, without an incomplete last one."""
@@ -153,15 +141,21 @@ class Batches:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         order = torch.randperm(self.examples, generator=generator).numpy()
         batches = order[: len(self) * self.batch_size].reshape(-1, self.batch_size)
+        own = list(batches[start:, self._part.start : self._part.stop])
         loader: DataLoader[Batch] = DataLoader(
-            self._maker,
+            cast("Dataset[Batch]", own),  # the loader indexes it as it would a Dataset
             batch_size=None,
-            sampler=list(batches[start:, self._part.start : self._part.stop]),
+            collate_fn=self._make,
             num_workers=self.workers,
             generator=generator,  # by default, the loader would draw from the global generator
         )
         # The workers end with this iterator, whether it is exhausted or discarded early.
         return iter(loader)
+
+    def _make(self, indices: Any) -> Batch:
+        """Return the batch of the examples with these indices."""
+        labels = np.asarray(self._split.labels[indices])
+        return self._inputs(self._split.images[indices]), torch.from_numpy(labels)
 
 
 def part_of(count: int, rank: int, ranks: int) -> range:

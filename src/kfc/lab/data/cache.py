@@ -87,7 +87,13 @@ def write_cache(entry: Entry, folder: Path, raw: Raw, dataset: Dataset) -> None:
         with tempfile.TemporaryDirectory(prefix=f".{home.name}-", dir=home.parent) as temporary:
             new = Path(temporary) / "new"
             new.mkdir()
-            _write_files(new, dataset, record)
+            for title, split in (("train", dataset.train), ("test", dataset.test)):
+                np.save(new / f"{title}-images.npy", np.ascontiguousarray(split.images))
+                np.save(new / f"{title}-labels.npy", np.ascontiguousarray(split.labels))
+            (new / "record.json").write_text(json.dumps(asdict(record), indent=2))
+            for path in new.iterdir():
+                with path.open("rb+") as file:
+                    os.fsync(file.fileno())
             _move_into_place(new, entry, folder)
     except OSError as error:
         raise DataError(
@@ -111,16 +117,6 @@ def _map_array(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
     if not fits or size != array.offset + array.nbytes:
         raise DataError(f"{path.name} has changed since it was written")
     return np.asanyarray(array)
-
-
-def _write_files(folder: Path, splits: Splits, record: Record) -> None:
-    for title, split in (("train", splits.train), ("test", splits.test)):
-        np.save(folder / f"{title}-images.npy", np.ascontiguousarray(split.images))
-        np.save(folder / f"{title}-labels.npy", np.ascontiguousarray(split.labels))
-    (folder / "record.json").write_text(json.dumps(asdict(record), indent=2))
-    for path in folder.iterdir():
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
 
 
 def _move_into_place(new: Path, entry: Entry, folder: Path) -> None:

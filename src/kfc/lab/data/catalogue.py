@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 from kfc.lab.data import decoders
@@ -40,10 +39,6 @@ class Form:
     def archive(self) -> str | None:
         """The name of the archive."""
         return None if self.root is None else next(iter(self.checksums))
-
-    def path_in(self, folder: Path) -> Path:
-        """Return where the form is in a folder: the archive if it has one, else the folder."""
-        return folder / (self.archive or "")
 
 
 @dataclass(frozen=True)

@@ -32,37 +32,33 @@ MAX_OPCODES = 1 << 20  # a batch has about 50,000
 MAX_TUPLES = 20  # that are not the arguments of a call; a batch has four
 
 
-class _Dtype:
-    """Stands in for numpy.dtype and keeps its name."""
-
-    def __init__(self, name: object, *_: object) -> None:
-        self.name = name
-
-    def __setstate__(self, _: object) -> None:
-        """Ignore byte order and alignment, which single bytes do not have."""
+GLOBALS = {
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+}
 
 
-class _Array:
-    """Stands in for numpy.ndarray and accepts bytes in row-major order only."""
+class _StandIn:
+    """Stands in for an array or a dtype of numpy, and only keeps what the file says of it."""
 
-    values: NDArray[np.uint8] | None = None
+    state: tuple[Any, ...] | None = None
 
-    def __init__(self, *_: object) -> None:
-        """Ignore the initial type and shape; the state replaces them."""
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        _, shape, dtype, is_fortran, content = state
-        if not isinstance(dtype, _Dtype) or dtype.name not in ("u1", b"u1") or is_fortran:
+        self.state = state
+
+    def array(self) -> NDArray[np.uint8] | None:
+        """Return the array, which must consist of bytes in row-major order."""
+        if self.state is None:
+            return None
+        _, shape, dtype, is_fortran, content = self.state
+        if dtype.arguments[0] not in ("u1", b"u1") or is_fortran:
             raise pickle.UnpicklingError("an array is not of type uint8 in row-major order")
-        self.values = np.frombuffer(content, np.uint8).reshape(shape)
-
-
-STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
-    ("numpy.core.multiarray", "_reconstruct"): _Array,
-    ("numpy._core.multiarray", "_reconstruct"): _Array,
-    ("numpy", "ndarray"): _Array,
-    ("numpy", "dtype"): _Dtype,
-}
+        return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -73,9 +69,9 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
         if (module, name) == ("_codecs", "encode"):
             return self._encode
-        if (module, name) not in STAND_INS:
+        if (module, name) not in GLOBALS:
             raise pickle.UnpicklingError(f"the global {module}.{name} is not allowed")
-        return STAND_INS[module, name]
+        return _StandIn
 
     def _encode(self, text: str, encoding: object) -> bytes:
         """Return a byte string, which Python 3 pickles as latin1 text in old protocols."""
@@ -88,15 +84,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(name: str, content: bytes) -> dict[Any, Any]:
-    """Return the pickled dictionary; its arrays are uint8 numpy arrays."""
+    """Return the pickled dictionary; its arrays are of type uint8."""
     try:
         _check_opcodes(content)
         value = _Unpickler(content).load()
+        if not isinstance(value, dict):
+            raise pickle.UnpicklingError(f"it holds a {type(value).__name__}, not a dictionary")
+        return {k: v.array() if isinstance(v, _StandIn) else v for k, v in value.items()}
     except Exception as error:  # the unpickler raises any type of exception on damaged files
         raise DataError(f"{name} is not a pickle of plain data: {error}") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{name} does not hold a dictionary")
-    return {k: v.values if isinstance(v, _Array) else v for k, v in value.items()}
 
 
 def _check_opcodes(content: bytes) -> None:

@@ -30,13 +30,14 @@ class Raw:
             return [path for path in found if path]
         return [self.path]
 
-    @property
-    def is_official(self) -> bool:
-        """Whether every file has the checksum of the published one."""
-        published = [(path, self.form.checksums.get(path.name)) for path in self.files]
-        return all(
-            expected and checksum(path, expected) == expected for path, expected in published
-        )
+    def checksums(self) -> list[tuple[str, str, str | None]]:
+        """Return the name, the checksum and the published checksum of each file."""
+        pairs = [(path, self.form.checksums.get(path.name)) for path in self.files]
+        return [
+            (path.name, checksum(path, published or "md5:"), published)
+            for path, published in pairs
+            if path.is_file()
+        ]
 
     def read(self) -> Files:
         """Return the content of the files."""
@@ -98,7 +99,9 @@ def decode_raw(entry: Entry, raw: Raw) -> Dataset:
             catalogue.
     """
     try:
-        return verify(entry, raw.form.decode(raw.read()), raw.is_official)
+        splits = raw.form.decode(raw.read())
+        is_official = all(found == published for _, found, published in raw.checksums())
+        return verify(entry, splits, is_official)
     except DataError as error:
         raise type(error)(_refusal(entry, raw, str(error))) from error
     except Exception as error:  # a crafted file may raise any exception of a library
@@ -108,10 +111,8 @@ def decode_raw(entry: Entry, raw: Raw) -> Dataset:
 
 def _refusal(entry: Entry, raw: Raw, reason: str) -> str:
     lines = [f"{raw.path} is not valid as {entry.name}: {reason}"]
-    for path in filter(Path.is_file, raw.files):
-        published = raw.form.checksums.get(path.name)
-        suffix = f", published as {published}" if published else ""
-        lines.append(f"  {path.name}: {checksum(path, published or 'md5')}{suffix}")
+    for name, found, published in raw.checksums():
+        lines.append(f"  {name}: {found}" + (f", published as {published}" if published else ""))
     return "\n".join([*lines, "Remove or replace it."])
 
 

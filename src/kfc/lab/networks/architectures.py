@@ -1,4 +1,4 @@
-"""Networks that are a plain sequence of layers: the paper's cuda-convnet, VGG, autoencoders etc."""
+"""The architectures of the networks, and their initial weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,10 +15,6 @@ Pooling = Literal["max", "average"]
 # The values of cuda-convnet's "18%" network.
 WEIGHT_STDS = {"conv1": 1e-4, "conv2": 0.01, "conv3": 0.01, "fc10": 0.01}
 WEIGHT_COSTS = {f"conv{layer}.weight": 0.004 for layer in (1, 2, 3)} | {"fc10.weight": 1.0}
-
-# Hinton and Salakhutdinov's for MNIST, as Martens and Grosse (2015) train it with K-FAC.
-MNIST_SIZES = (784, 1000, 500, 250, 30)
-DIGITS_SIZES = (64, 128, 64, 32, 10)
 
 
 class WithinMapNormalisation(nn.Module):
@@ -158,3 +155,97 @@ def autoencoder(channels: int, classes: int, *, sizes: tuple[int, ...]) -> nn.Se
     # The code is linear, as the outputs are.
     del layers[2 * (len(sizes) - 1)]
     return nn.Sequential(*layers[:-1], nn.Unflatten(1, (channels, side, side)))
+
+
+class ResidualBlock(nn.Module):
+    """relu(shortcut(x) + branch(x)) with a branch of two 3x3 convolutions.
+
+    Without normalisation the convolutions have biases, and nothing limits the sums of nine blocks;
+    Kaiming initialisation then sets the last convolution's weights of each branch to 0.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int, normalised: bool) -> None:
+        super().__init__()
+        self.conv1 = conv3x3(inputs, outputs, stride, bias=not normalised)
+        self.norm1 = normaliser(outputs, normalised)
+        self.conv2 = conv3x3(outputs, outputs, stride=1, bias=not normalised)
+        self.norm2 = normaliser(outputs, normalised)
+        self.stride = stride
+        self.new_maps = outputs - inputs
+        self.normalised = normalised
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """Map (N, inputs, height, width) to (N, outputs, height / stride, width / stride)."""
+        branch = F.relu(self.norm1(self.conv1(maps)))
+        branch = self.norm2(self.conv2(branch))
+        return F.relu(self.shortcut(maps) + branch)
+
+    def shortcut(self, maps: Tensor) -> Tensor:
+        """Return every stride-th pixel, and zeros for the new maps ("option A")."""
+        kept = maps[..., :: self.stride, :: self.stride]
+        return F.pad(kept, (0, 0, 0, 0, 0, self.new_maps))
+
+
+class ResNet20(nn.Module):
+    """ResNet-20 in its CIFAR form (He et al., 2016), with or without batch normalisation.
+
+    It has a convolution, three stages of residual blocks with 16, 32 and 64 maps, and a linear
+    layer. The name counts the convolutions and the linear layer.
+    """
+
+    def __init__(self, channels: int, classes: int, *, normalised: bool = True) -> None:
+        super().__init__()
+        self.conv = conv3x3(channels, 16, stride=1, bias=not normalised)
+        self.norm = normaliser(16, normalised)
+        maps = (16, 16, 16, 16, 32, 32, 32, 64, 64, 64)
+        self.blocks = nn.Sequential(
+            *(
+                ResidualBlock(inputs, outputs, outputs // inputs, normalised)
+                for inputs, outputs in pairwise(maps)
+            )
+        )
+        self.linear = nn.Linear(64, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images (N, channels, height, width) of any size to logits (N, classes)."""
+        maps = self.blocks(F.relu(self.norm(self.conv(images))))
+        logits: Tensor = self.linear(maps.mean(dim=(2, 3)))
+        return logits
+
+
+def conv3x3(inputs: int, outputs: int, stride: int, bias: bool) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=bias)
+
+
+def normaliser(maps: int, normalised: bool) -> nn.Module:
+    return nn.BatchNorm2d(maps) if normalised else nn.Identity()
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, init: str) -> None:
+    """Draw Gaussian weights of convolutional and linear layers, and set their biases to 0.
+
+    torch initialises the scales and biases of normalisation layers to 1 and 0.
+
+    Args:
+        init: ``"paper"`` for the standard deviations of cuda-convnet's table; ``"glorot"`` for the
+            variance 2 / (fan-in + fan-out), which suits tanh units; ``"kaiming"`` for the variance
+            2 / fan-in, where the last layer's weights are a tenth of that, so that the initial
+            logits are small, and residual branches without normalisation start at 0.
+    """
+    modules = model.named_modules()
+    layers = {name: each for name, each in modules if isinstance(each, nn.Conv2d | nn.Linear)}
+    for name, layer in layers.items():
+        if layer.bias is not None:
+            layer.bias.zero_()
+        if init == "paper":
+            layer.weight.normal_(std=WEIGHT_STDS[name])
+        elif init == "glorot":
+            nn.init.xavier_normal_(layer.weight)
+        else:
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    if init == "kaiming":
+        list(layers.values())[-1].weight.mul_(0.1)
+        for block in model.modules():
+            if isinstance(block, ResidualBlock) and not block.normalised:
+                block.conv2.weight.zero_()
