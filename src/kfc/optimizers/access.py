@@ -20,6 +20,7 @@ class CurvatureAccess:
 
     @property
     def model(self) -> nn.Module:
+        """The model that is trained, without its DDP wrapper."""
         return self.engine.model
 
     @property
@@ -27,8 +28,8 @@ class CurvatureAccess:
         """Ω and Γ of every Kronecker-factored layer by name, once there are statistics.
 
         ``.activation`` and ``.derivative`` are (n, n), or (groups, n, n) for several groups. A
-        factor wider than ``max_factor_size`` is its diagonal, one dimension less; so is Γ = c I
-        of ``kfc.PRONG``. Layers of ``kfc.Diagonal`` have no factors.
+        factor wider than ``max_factor_size`` is stored as its diagonal, with one dimension less;
+        so is Γ = c I of ``kfc.PRONG``. Layers of ``kfc.Diagonal`` have no factors.
         """
         found = {}
         for name, layer in self.engine.curvature.layers.items():
@@ -48,7 +49,7 @@ class CurvatureAccess:
 
     @property
     def diagnostics(self) -> dict[str, Any]:
-        """What the last steps did.
+        """A dict of numbers about the last steps.
 
         ``step``; ``skipped_steps``; ``seconds``, the time of each part when it was last done, as
         the host sees it; ``total_seconds``, since the start; ``periods``; ``staleness``, the age of
@@ -79,20 +80,20 @@ class CurvatureAccess:
         return text
 
     def close(self) -> None:
-        """Remove every hook from the model; no step can follow."""
+        """Remove all hooks from the model and end the thread; no step can follow."""
         self.engine.close()
 
     def estimate_factors(
         self, batches: Iterable[Any], progress: Callable[[int, int | None], None] | None = None
     ) -> None:
-        """Set the factors from many batches, as Algorithm 1 begins (eqn 32).
+        """Set the factors from many batches, as at the start of Algorithm 1 (eqn 32).
 
         Parameters, gradients, buffers and the random state stay as they were.
 
         Args:
-            batches: each item is the model's input, or a tuple or list whose first element is.
+            batches: each item is the model's input, or a tuple or list that begins with it.
             progress: called after each batch with the number of batches done and, if known, the
-                number of all.
+                total number.
         """
         engine, collector = self.engine, self.engine.collector
         if engine.curvature.options.fisher == "empirical":

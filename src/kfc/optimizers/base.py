@@ -60,8 +60,9 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
 
     @property
     def diagnostics(self) -> dict[str, Any]:
-        """What the last steps did: see :attr:`kfc.Preconditioner.diagnostics`, and
-        :attr:`step_diagnostics`.
+        """A dict of numbers about the last steps.
+
+        It has the entries of :attr:`kfc.Preconditioner.diagnostics` and :attr:`step_diagnostics`.
         """
         return {**super().diagnostics, **self.step_diagnostics}
 
@@ -130,7 +131,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
 
     @contextmanager
     def averaged_parameters(self) -> Iterator[None]:
-        """Replace the parameters by their averages, for evaluation; contexts may be nested."""
+        """Return a context with averaged parameters, for evaluation; contexts may be nested."""
         if self.averaging_timescale is None:
             raise RuntimeError(
                 "no averages are kept; pass averaging_timescale=, for instance the number of "
@@ -162,7 +163,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
     # torch.optim.Optimizer
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise an error: layers, and with them parameters, are found at construction."""
+        """Raise an error: all layers and parameters are found at construction."""
         if self._complete:
             raise RuntimeError(
                 f"{type(self).__name__} covers all parameters of its model already; set options "
@@ -178,7 +179,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs to continue bit for bit; call it between steps.
+        """Return everything needed to resume bit for bit; call it between steps.
 
         It can be loaded with ``torch.load(..., weights_only=True)``. Save the states of the model,
         of the scheduler and of the global random generators separately.
@@ -191,7 +192,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         return versioned(own)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a state dict; one that does not fit changes nothing."""
+        """Load a state dict; if it does not fit, raise an error and change nothing."""
         check_version(state_dict)
         self._check_state(state_dict)
         self.engine.check_state(state_dict["curvature"])

@@ -32,26 +32,26 @@ DAMPINGS = ("model_damping", "factor_damping")
 
 
 class KFAC(CurvatureOptimizer):
-    """Natural gradient descent without a learning rate to set.
+    """Natural gradient descent that chooses its learning rate, momentum and damping.
 
     >>> optimizer = kfc.KFAC(model)
     >>> for images, labels in loader:
     ...     optimizer.step(lambda: F.cross_entropy(model(images), labels))
 
-    An update is α times the natural gradient plus μ times the previous update, with the α and μ
-    that minimise a quadratic model of the objective on the batch; its curvature is the exact
-    Fisher matrix plus (weight decay + λ) I. λ adapts to how well the model predicts. γ, the damping
-    of the Kronecker factors, adapts to make the model's minimum as low as possible.
+    An update is α times the natural gradient plus μ times the previous update. α and μ minimise a
+    quadratic model of the objective on the batch, whose curvature is the exact Fisher matrix plus
+    (weight decay + λ) I. λ adapts to how well the model predicts. γ, the damping of the Kronecker
+    factors, adapts to make the model's minimum as low as possible.
 
     Args:
         model: the network; its layers are found by type (see :meth:`describe`).
         weight_decay: the coefficient of ½‖θ‖² in the objective.
-        adaptation: what is chosen and how; :class:`kfc.Adaptation` can also fix α, μ, λ and γ.
+        adaptation: which of α, μ, λ and γ are adapted, and how.
         clip: C, a limit on the Fisher norm of α times the natural gradient; ``None``: no limit.
         averaging_timescale: as in :class:`kfc.KFC`.
         groups: ``weight_decay``, and ``lr`` if the adaptation fixes it, as in :class:`kfc.KFC`.
         schedule: the periods of statistics and inverses. By default statistics are gathered in
-            every step, which costs little beside the quadratic model.
+            every step, which costs little compared with the quadratic model.
         likelihood, output, seed, curvature, parallel: as in :class:`kfc.Preconditioner`.
     """
 
@@ -357,7 +357,7 @@ class KFAC(CurvatureOptimizer):
         return {**super().state_dict(), "dampings": dampings}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a state dict; numbers that the adaptation fixes here stay fixed."""
+        """Load a state dict; numbers that this optimizer's ``adaptation`` fixes stay fixed."""
         check_version(state_dict)
         require_keys("optimizer state", state_dict, ("dampings", "param_groups"))
         saved = state_dict["dampings"]

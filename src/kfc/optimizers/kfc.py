@@ -35,18 +35,19 @@ class KFC(CurvatureOptimizer):
     Args:
         model: the network; its layers are found by type (see :meth:`describe`).
         lr: α, the learning rate.
-        momentum: μ.
+        momentum: μ, the momentum.
         weight_decay: λ, the coefficient of ½‖θ‖² in the objective; it enters the gradient and the
             damping.
         damping: γ, added to λ in the damping √(λ + γ) of the factors.
         clip: C, a limit on the Fisher norm of an update: a number, a :class:`kfc.FisherClip`, or
             ``None`` for no limit.
-        averaging_timescale: τ, in updates, of the averaged parameters; ``None``: no averaging. The
-            paper uses the number of mini-batches in the data set.
-        groups: options by name, ``{"prefix": "conv1", "lr": 1e-3}`` or ``{"prefix": "*.bias",
-            "weight_decay": 0.0}``. A prefix is the name of a module or parameter, a pattern, or a
-            list of these; the first that matches a parameter applies.
-        fallback_lr: the learning rate of parameters with the plain gradient; by default ``lr``.
+        averaging_timescale: τ, the timescale of the averaged parameters in updates; ``None``: no
+            averaging. The paper uses the number of mini-batches in the data set.
+        groups: options for some parameters, as ``{"prefix": "conv1", "lr": 1e-3}`` or
+            ``{"prefix": "*.bias", "weight_decay": 0.0}``. A prefix is the name of a module or
+            parameter, a pattern, or a list of these. The first that matches a parameter applies.
+        fallback_lr: the learning rate of parameters without a Fisher block, which follow their
+            plain gradient; by default ``lr``.
         likelihood, output, seed, curvature, schedule, parallel: as in :class:`kfc.Preconditioner`.
     """
 
@@ -97,7 +98,8 @@ class KFC(CurvatureOptimizer):
         """Update the parameters once.
 
         Args:
-            closure: evaluates the model again and returns the loss, after its backward pass.
+            closure: clears the gradients, computes the loss, calls ``backward()`` and returns the
+                loss, as for ``torch.optim.SGD``.
         """
         self._refuse_averaged()
         loss = None
@@ -256,7 +258,7 @@ class KFC(CurvatureOptimizer):
 
     @property
     def step_diagnostics(self) -> dict[str, Any]:
-        """Numbers about clipping; reading them waits for the device.
+        """A dict of numbers about clipping; reading it waits for the device.
 
         ``fisher_norm``, ν when it was last computed; ``clip_factor`` of the last update;
         ``clip_evaluations``, how often ν was computed; ``clip_guards``, how often the estimate

@@ -9,14 +9,14 @@ from kfc._helpers import require_number, require_whole
 class FisherClip:
     """A limit on the Fisher norm of an update.
 
-    An update v with ν = vᵀFv + λvᵀv > C, F the exact Fisher matrix, is divided by √(ν/C).
+    Let ν = vᵀFv + λvᵀv for an update v, with the exact Fisher matrix F. If ν > C, v is divided by
+    √(ν/C).
 
     Args:
         limit: C.
         fraction: the part of the batch on which ν is computed.
-        period: compute ν every this many steps and do not clip in the others. By default ν is
-            computed as often as necessary; in the other steps an estimate of ν clips if it may
-            exceed C.
+        period: the number of steps between computations of ν, without clipping in between.
+            ``None``: ν is computed as often as needed, and estimated in the other steps.
     """
 
     limit: float = 0.3
@@ -41,24 +41,25 @@ def resolve_clip(clip: FisherClip | float | None) -> FisherClip | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptation:
-    """What :class:`kfc.KFAC` chooses itself, and how.
+    """Options for the numbers that :class:`kfc.KFAC` adapts, each of which can be fixed.
 
     Args:
         lr: a fixed learning rate α; ``None``: chosen in every step.
         momentum: a fixed momentum μ; ``None``: chosen in every step.
         model_damping: a fixed λ; ``None``: adapted by the Levenberg-Marquardt rule.
-        factor_damping: a fixed γ, which enters the factors as (Ω + π γ I) ⊗ (Γ + γ/π I), so γ² in
-            all; ``None``: adapted to the value with the lowest minimum of the quadratic model.
+        factor_damping: a fixed γ, which enters the factors as (Ω + π γ I) ⊗ (Γ + γ/π I) and so
+            adds γ² to their product; ``None``: adapted, by choosing the value for which the
+            quadratic model has the lowest minimum.
         initial_model_damping: the initial λ if it adapts. γ starts at √(λ + weight decay),
             with the largest weight decay of all groups.
-        model_damping_period: every this many steps the loss is evaluated once more, to measure the
-            effect of the update and to adapt λ. (The first step does too, and raises λ tenfold as
-            long as the update raises the loss.)
-        model_damping_decrease: λ is multiplied by this number if the model predicts
-            well, and divided by it if the model predicts badly.
-        factor_damping_period: γ is chosen every this many steps from its present value and
-            that value times and divided by ``factor_damping_factor``.
-        factor_damping_factor: the ratio of neighbouring candidates for γ.
+        model_damping_period: the number of steps between adaptations of λ. Each evaluates the loss
+            once more, to measure the effect of the update. The first step adapts λ too: it
+            multiplies λ by ten until the update no longer increases the loss.
+        model_damping_decrease: λ is multiplied by this number if the quadratic model predicts the
+            change of the loss well (ρ > 3/4), and divided by it if badly (ρ < 1/4).
+        factor_damping_period: the number of steps between adaptations of γ. The candidates are γ,
+            γω and γ/ω, with ω = ``factor_damping_factor``.
+        factor_damping_factor: ω.
     """
 
     lr: float | None = None

@@ -17,7 +17,7 @@ from kfc.schedule import Budget, Periods
 
 
 class Preconditioner(CurvatureAccess):
-    """KFC's approximation of the Fisher matrix, for use with any optimizer.
+    """Replaces gradients by natural gradients, for use with any optimizer.
 
     >>> preconditioner = kfc.Preconditioner(model)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.9)
@@ -34,7 +34,7 @@ class Preconditioner(CurvatureAccess):
             ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` or a :class:`kfc.Likelihood`.
         output: selects the tensor of outputs from what the model returns, if that is not a tensor.
         seed: the seed of the generator that draws targets; by default torch's initial seed. The
-            global generator is left alone.
+            global generator is not used.
         curvature: how the Fisher blocks of linear and convolutional layers are approximated:
             ``"kfc"``, ``"sua"``, ``"prong"``, ``"ekfac"``, ``"diagonal"``, or one of the objects
             :class:`kfc.Kronecker`, :class:`kfc.SUA`, :class:`kfc.PRONG`, :class:`kfc.EKFAC`,
@@ -73,12 +73,12 @@ class Preconditioner(CurvatureAccess):
         """Replace the gradients by natural gradients, in place, after ``loss.backward()``.
 
         Args:
-            loss_scale: the factor of the loss in its backward pass, if the gradients have been
-                unscaled since (``GradScaler.unscale_``). Only ``fisher="empirical"`` depends on it.
+            loss_scale: the scale of the loss in the backward pass, if the gradients were unscaled
+                afterwards (``GradScaler.unscale_``). Only ``fisher="empirical"`` depends on it.
 
         Returns:
-            False if the batch gave values that are not finite. The gradients are then removed, so
-            that the optimizer's own step leaves the parameters alone.
+            False if the batch produced values that are not finite. The gradients are then removed,
+            so that the optimizer's own step leaves the parameters alone.
         """
         engine, gradients = self.engine, self.engine.gradients()
         batch = engine.begin_step(gradients, loss_scale, wait=True)
@@ -92,10 +92,10 @@ class Preconditioner(CurvatureAccess):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs to continue bit for bit; call it between steps."""
+        """Return everything needed to resume bit for bit; call it between steps."""
         return versioned(self.engine.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a state dict; one that does not fit changes nothing."""
+        """Load a state dict; if it does not fit, raise an error and change nothing."""
         check_version(state_dict)
         self.engine.load_state_dict(state_dict)
