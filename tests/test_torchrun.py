@@ -166,26 +166,33 @@ def test_all_ranks_evaluate_the_network_that_is_saved(job, tmp_path, monkeypatch
 
 
 def draw(rank, path):
-    """Return random numbers before and after a checkpoint."""
+    """Return random numbers after the second update, without and with resumption before it."""
     ranks, data = Ranks(dist.group.WORLD), load("digits")
     config = make_config(data="digits", optimizer="sgd", updates=2, threads=1)
     trainer = Trainer.start(path, config, data, name="run", ranks=ranks)
     trainer.advance(1e-9)
     trainer.save()
-    with trainer.random_state.active():
-        first = torch.rand(1).item()
+    checkpoint = path / "checkpoint.pt"
+    if rank == 0:
+        content = checkpoint.read_bytes()
+    trainer.advance()
+    first = torch.rand(1).item()
     trainer.close()
+    if rank == 0:
+        checkpoint.write_bytes(content)
     folder = trainer.folder if rank else RunFolder(path)
     again = Trainer.resume(folder, data, ranks=ranks)
-    with again.random_state.active():
-        second = torch.rand(1).item()
+    assert again.update == 1
+    again.advance()
+    second = torch.rand(1).item()
     again.close()
     return first, second
 
 
 def test_ranks_draw_different_numbers_also_when_resumed(tmp_path):
     [(first, second), others] = run_ranks(draw, 2, tmp_path / "run")
-    assert first == second, "rank 0 continues its own sequence"
+    assert first == second, "rank 0 draws the same numbers"
+    assert others[0] == others[1], "rank 1 draws the same numbers"
     assert first not in others
 
 

@@ -5,9 +5,9 @@ Several ranks run the loop in step: every decision rests on values that they hav
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from kfc.lab.costs import Costs
 from kfc.lab.data import Dataset
 from kfc.lab.diagnosis import diagnose, find_origin
 from kfc.lab.processes.ranks import Launch, explained_collectives, failing_together, gather_texts
-from kfc.lab.random_state import RandomState
 from kfc.lab.runs import AnyFolder, RemoteFolder, RunFolder, matching_checkpoint, require_data
 from kfc.optimizers import KFAC
 from kfc.optimizers.base import CurvatureOptimizer
@@ -36,8 +35,6 @@ class Trainer:
     """Trains one run; ``advance`` continues it, ``resume`` restores it from its folder.
 
     Args:
-        components: built from the folder's configuration.
-        folder: the run's folder; other ranks than rank 0 neither read nor write it.
         on_row: called with every row of metrics when it is written.
 
     Attributes:
@@ -56,7 +53,6 @@ class Trainer:
         self.seconds = 0.0
         self.end: Row | None = None
         self.last_evaluation: Row = {}
-        self.random_state = RandomState(components.model, self.ranks.rank, seed=folder.config.seed)
         self._on_row = on_row
         self._stream: Iterator[tuple[Tensor, Tensor]] | None = None
         self._costs = Costs(components.optimizer)
@@ -136,28 +132,21 @@ class Trainer:
         self, seconds: float = math.inf, interrupted: Callable[[], bool] = lambda: False
     ) -> bool:
         """Train for some seconds, or to the end of the run; return whether it can continue."""
-        until = self.seconds + seconds
-        with self._active():
-            stop = self._agree(interrupted())
-            while self.end is None and self.seconds < until and not stop:
-                self.ranks.at(self.update + 1)
-                try:
-                    with explained_collectives(self.ranks):
-                        self._train_once()
-                except FloatingPointError as error:  # KFAC found no finite step
-                    self._end("diverged", f"{error}; {self._diagnosis()}")
-                else:
-                    stop = self._agree(interrupted())
-                    self._do_what_is_due()
-            self._wait_for_device()
-        return self.end is None
-
-    @contextmanager
-    def _active(self) -> Iterator[None]:
-        """Use the run's own number of threads and random state."""
         torch.set_num_threads(self.folder.config.threads)
-        with self.random_state.active():
-            yield
+        until = self.seconds + seconds
+        stop = self._agree(interrupted())
+        while self.end is None and self.seconds < until and not stop:
+            self.ranks.at(self.update + 1)
+            try:
+                with explained_collectives(self.ranks):
+                    self._train_once()
+            except FloatingPointError as error:  # KFAC found no finite step
+                self._end("diverged", f"{error}; {self._diagnosis()}")
+            else:
+                stop = self._agree(interrupted())
+                self._do_what_is_due()
+        self._wait_for_device()
+        return self.end is None
 
     def _agree(self, interrupted: bool = False) -> bool:
         """Set the same training time on all ranks; return whether any was interrupted."""
@@ -172,6 +161,7 @@ class Trainer:
         with measured("data"):
             images, labels = self._next_batch()
         self._images = images
+        self._seed_generators()
         if isinstance(optimizer, KFAC):
             with measured("forward and backward"):
                 loss = optimizer.step(lambda: components.loss(images, labels))
@@ -189,6 +179,15 @@ class Trainer:
             components.averages.update(self.update)
             components.replica.after_update(self.update)
         self._loss = loss.detach()
+
+    def _seed_generators(self) -> None:
+        """Seed torch's global generators, from which dropout draws, for this update and rank.
+
+        A resumed run draws the same numbers, whatever else the process has drawn.
+        """
+        text = f"{self.folder.config.seed} {self.update} {self.ranks.rank}"
+        digest = hashlib.sha256(text.encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
     def _next_batch(self) -> tuple[Tensor, Tensor]:
         epoch, position = divmod(self.update, len(self.components.batches))
@@ -213,7 +212,7 @@ class Trainer:
         if logs:
             self._log(loss)
         if evaluates:
-            self._evaluate()
+            self.evaluate_now()
             if self._end_if_not_finite(self.last_evaluation["train_loss"]):
                 return
         if saves:
@@ -254,14 +253,11 @@ class Trainer:
     # Metrics
 
     def evaluate_now(self) -> Row:
-        """Return the evaluation at this update."""
-        if self.last_evaluation.get("update") != self.update:
-            with self._active():
-                self._evaluate()
-        return self.last_evaluation
-
-    def _evaluate(self) -> None:
-        """Evaluate the parameters and their averages on both splits."""
+        """Return the evaluation of the parameters and their averages at this update."""
+        if self.last_evaluation.get("update") == self.update:
+            return self.last_evaluation
+        torch.set_num_threads(self.folder.config.threads)
+        self._seed_generators()
         components = self.components
         measures: dict[str, float] = {}
         components.replica.take_buffers_of_rank_0(components.averages)
@@ -277,6 +273,7 @@ class Trainer:
             step_seconds=self._costs.means_since_last_time(),
             diagnostics=self._diagnostics(),
         )
+        return self.last_evaluation
 
     def _log(self, loss: float) -> None:
         update, seconds = self._last_log
@@ -335,7 +332,6 @@ class Trainer:
                 "model": self.components.model.state_dict(),
                 "optimizer": self.components.optimizer.state_dict(),
                 "averages": self.components.averages.state_dict(),
-                "random": self.random_state.current(),
             }
         )
 
@@ -344,7 +340,6 @@ class Trainer:
             self.components.model.load_state_dict(state["model"])
             self.components.optimizer.load_state_dict(state["optimizer"])
             self.components.averages.load_state_dict(state["averages"])
-            self.random_state.load(state["random"])
             self.update, self.seconds = state["update"], state["seconds"]
             self._last_log = tuple(state["last_log"])
             self.last_evaluation = state["last_evaluation"]
