@@ -5,10 +5,10 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
+from kfc.lab.components import TASKS
 from kfc.lab.inspection.networks import InspectedNetwork
 from kfc.lab.inspection.results import InspectionSettings
 from kfc.lab.inspection.runner import inspect_network
-from kfc.lab.tasks import TASKS
 
 POOLING = {"max": nn.MaxPool2d, "average": nn.AvgPool2d}
 

@@ -1,12 +1,11 @@
-"""Averaged parameters, computed in the same way for every optimizer."""
+"""Averaged parameters, for every optimizer alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kfc.optimizers.averaging import KEY, start_averages, swapped_in, update_averages
@@ -15,10 +14,7 @@ from kfc.optimizers.averaging import KEY, start_averages, swapped_in, update_ave
 class Averages:
     """The mean of all iterates at first, later an exponential average of timescale τ.
 
-    The running statistics of batch normalisation are averaged like parameters.
-
-    Args:
-        timescale: τ, in updates.
+    The running statistics of batch normalisation are averaged like parameters. τ is in updates.
     """
 
     def __init__(self, model: nn.Module, timescale: float) -> None:
@@ -34,17 +30,9 @@ class Averages:
         timescale = min(self._timescale, count + 0.5)
         update_averages(self._tensors.values(), self._state, timescale, None)
 
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """Let the model have the averaged parameters within the context."""
-        with swapped_in(self._tensors.values(), self._state):
-            yield
-
-    @torch.no_grad()
-    def copy_to_model(self) -> None:
-        """Replace the model's parameters by their averages."""
-        for tensor in self._tensors.values():
-            tensor.copy_(self._state[tensor][KEY])
+    def swapped_in(self) -> AbstractContextManager[None]:
+        """Replace the model's parameters by their averages until the context ends."""
+        return swapped_in(self._tensors.values(), self._state)
 
     def of_buffers(self) -> list[Tensor]:
         """Return the averages of the model's buffers."""

@@ -1,10 +1,13 @@
-"""The components of a run, built from its configuration: network, batches, optimizer, averages."""
+"""The components of a run: task, network, batches, optimizer, averaged parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfc.distributed.ranks import Ranks
@@ -17,10 +20,50 @@ from kfc.lab.optimizers import Setup, optimizer_options
 from kfc.lab.options import config_errors
 from kfc.lab.processes.data_parallel import Replica, synchronised
 from kfc.lab.processes.ranks import device_of_rank, explained_collectives, failing_together
-from kfc.lab.tasks import TASKS
 
 PAPER_AVERAGING_EXAMPLES = 50_000
 EVALUATION_BATCH = 1000
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a network is trained for: a loss and an error measure.
+
+    Attributes:
+        likelihood: the likelihood that belongs to the loss, as :class:`kfc.KFC` takes it.
+        output_shape: the shape of a network's output, from (images, number of classes).
+        loss: the mean loss over the examples, from (outputs, images, labels).
+        mistakes: (N,) the contribution of each example to the error, from the same.
+        error: the error in percent, from the mean of the contributions.
+    """
+
+    likelihood: str
+    output_shape: Callable[[Tensor, int], tuple[int, ...]]
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor]
+    mistakes: Callable[[Tensor, Tensor, Tensor], Tensor]
+    error: Callable[[float], float]
+
+
+TASKS = {
+    # The error is the fraction of images that are classified wrongly.
+    "classification": Task(
+        likelihood="categorical",
+        output_shape=lambda images, classes: (len(images), classes),
+        loss=lambda outputs, images, labels: F.cross_entropy(outputs, labels),
+        mistakes=lambda outputs, images, labels: outputs.argmax(dim=1) != labels,
+        error=lambda mean: 100 * mean,
+    ),
+    # Pixels from 0 to 1 are probabilities; the error is their root mean square error.
+    "reconstruction": Task(
+        likelihood="bernoulli",
+        output_shape=lambda images, classes: tuple(images.shape),
+        loss=lambda outputs, images, labels: F.binary_cross_entropy_with_logits(outputs, images),
+        mistakes=lambda outputs, images, labels: (
+            (outputs.sigmoid() - images).square().flatten(1).mean(dim=1)
+        ),
+        error=lambda mean: float(100 * mean**0.5),
+    ),
+}
 
 
 class NetworkComponents:
