@@ -134,13 +134,11 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def with_limits(
-        self, epochs: float | None, updates: int | None, seconds: float | None
-    ) -> RunConfig:
-        """Return the same run with another end; unchanged if no limit is given."""
-        if epochs is updates is seconds is None:
+    def with_limits(self, *limits: Any) -> RunConfig:
+        """Return the run with other ``LIMITS``; unchanged if all are ``None``."""
+        if set(limits) == {None}:
             return self
-        return replace(self, epochs=epochs, updates=updates, seconds=seconds)
+        return replace(self, **dict(zip(LIMITS, limits, strict=True)))
 
     def fraction_done(self, row: Mapping[str, Any]) -> float:
         """Return how far a row of metrics is towards the nearest limit; above 1 beyond it."""
@@ -157,9 +155,6 @@ def make_config(**given: Any) -> RunConfig:
     Args:
         given: options of :class:`RunConfig` and of the optimizer, such as ``damping``; ``None``
             means the default.
-
-    Raises:
-        ConfigError: an unknown option, one without effect for this optimizer, or a bad value.
     """
     given = {name: value for name, value in given.items() if value is not None}
     if "data" not in given:

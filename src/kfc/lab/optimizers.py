@@ -26,7 +26,6 @@ class Setup:
     Attributes:
         lr: ``None`` if the optimizer adapts its learning rate.
         weight_costs: weight decay λ by parameter name; parameters without an entry have none.
-        seed: seed of the optimizer's random numbers.
         likelihood: the likelihood that belongs to the loss, as :class:`kfc.KFC` takes it.
     """
 
@@ -47,15 +46,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class OptimizerOptions(ABC):
-    """The options of one optimizer; each subclass declares them as fields.
+    """The options of one optimizer; each subclass declares them as fields."""
 
-    Attributes:
-        lr: the default learning rate; ``None`` if the optimizer adapts it.
-        batch_size: the default batch size.
-    """
-
-    lr: ClassVar[float | None]
-    batch_size: ClassVar[int]
+    lr: ClassVar[float | None]  # the default; None if the optimizer adapts it
+    batch_size: ClassVar[int]  # the default
 
     def __post_init__(self) -> None:
         check_options(self)

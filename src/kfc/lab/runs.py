@@ -47,8 +47,6 @@ class Record:
     """The contents of a run folder.
 
     Attributes:
-        data_digest: digest of the data set's content.
-        environment: versions and machine.
         evaluations: rows of losses, errors (in percent) and diagnostics.
         progress: rows of batch losses, Fisher norms and clip factors.
         end: the row that says why the run has ended, if it has.
@@ -183,12 +181,7 @@ class RunFolder:
         processes: int = 1,
         job: str | None = None,
     ) -> RunFolder:
-        """Create a folder with a complete configuration, or none at all.
-
-        Args:
-            processes: how many processes train together.
-            job: see :func:`is_of_job`.
-        """
+        """Create a folder with a complete configuration, or none at all."""
         header = {
             "format": FORMAT,
             "name": name,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kfc.lab.comparison.settings import Comparison
 from kfc.lab.components import RunComponents
-from kfc.lab.config import ConfigError, RunConfig
+from kfc.lab.config import LIMITS, ConfigError, RunConfig
 from kfc.lab.data import Dataset
 from kfc.lab.networks import NetworkError
 from kfc.lab.runs import Record, RunFolder, read_record
@@ -38,7 +38,7 @@ class ComparedRun:
         if end and (end["reason"] not in LIMIT_REASONS or self.config.fraction_done(end) >= 1):
             return None
         folder = RunFolder(self.path)
-        limits = self.config.epochs, self.config.updates, self.config.seconds
+        limits = [getattr(self.config, name) for name in LIMITS]
         if folder.config != (config := folder.config.with_limits(*limits)):
             folder.set_config(config)
         return Trainer.resume(folder, data, on_row=on_row)
@@ -52,11 +52,7 @@ class ComparedRun:
 
 
 class ComparisonRunner:
-    """Runs a comparison in a folder, from the beginning or from where it was interrupted.
-
-    Args:
-        on_row: called with the run and every row of its metrics.
-    """
+    """Runs a comparison in a folder, from the beginning or from where it was interrupted."""
 
     def __init__(
         self,

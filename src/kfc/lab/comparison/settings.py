@@ -103,8 +103,8 @@ def make_comparison(content: Mapping[str, Any]) -> Comparison:
 
 
 def preset_names() -> list[str]:
-    names = [item.name for item in PRESETS.iterdir()]
-    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
+    names = [Path(item.name) for item in PRESETS.iterdir()]
+    return sorted(name.stem for name in names if name.suffix == ".toml")
 
 
 def read_comparison(name: str, *, quick: bool, overrides: Mapping[str, Any]) -> Comparison:
