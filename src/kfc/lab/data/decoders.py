@@ -18,8 +18,7 @@ from PIL import Image
 
 from kfc.lab.data.datasets import DataError, Split, Splits
 from kfc.lab.data.files import Files
-from kfc.lab.data.matlab import load_arrays
-from kfc.lab.data.pickles import read_pickle
+from kfc.lab.data.untrusted import load_arrays, read_pickle
 
 # scikit-learn's 1,797 handwritten digits, which are part of its package
 

@@ -89,12 +89,10 @@ class CheckResult:
 
 def check_entry(entry: Entry, folder: Path) -> Iterator[CheckResult]:
     """Verify the hashes of all local copies of the data set; having none is a failure."""
-    if entry.embedded:
-        digest = verify(entry, entry.embedded(), is_official=True).digest
-        yield CheckResult(True, f"embedded: sha256 {digest}")
-        return
     home = cache_folder(entry, folder)
-    copies: list[tuple[Path, Callable[[], Dataset | None]]] = []
+    copies: list[tuple[Path | str, Callable[[], Dataset | None]]] = []
+    if entry.embedded:
+        copies.append(("embedded", partial(verify, entry, entry.embedded(), is_official=True)))
     if home.exists():
         copies.append((home, partial(_verified_cache, entry, folder)))
     for raw in find_raw(entry, folder):
@@ -115,7 +113,9 @@ def _verified_cache(entry: Entry, folder: Path) -> Dataset:
     return dataset
 
 
-def _check(entry: Entry, path: Path, read: Callable[[], Dataset | None]) -> CheckResult | None:
+def _check(
+    entry: Entry, path: Path | str, read: Callable[[], Dataset | None]
+) -> CheckResult | None:
     try:
         dataset = read()
     except DataError as error:

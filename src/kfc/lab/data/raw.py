@@ -54,17 +54,13 @@ def find_raw(entry: Entry, folder: Path) -> Iterator[Raw]:
     found: dict[tuple[Path, frozenset[str]], Raw] = {}
     for place in (folder / entry.name, folder):
         for form in entry.forms:
-            for path in _paths_of(form, place):
+            directories = dict.fromkeys((place / (form.root or ""), place))
+            paths = [d for d in directories if all(file_in(d, name) for name in form.files)]
+            if form.archive and (place / form.archive).exists():
+                paths.insert(0, place / form.archive)
+            for path in paths:
                 found.setdefault((path, frozenset(form.files)), Raw(form, path))
     yield from found.values()
-
-
-def _paths_of(form: Form, place: Path) -> Iterator[Path]:
-    if form.archive and (place / form.archive).exists():
-        yield place / form.archive
-    for directory in dict.fromkeys((place / (form.root or ""), place)):
-        if all(file_in(directory, name) for name in form.files):
-            yield directory
 
 
 def describe_missing(entry: Entry, folder: Path) -> str:

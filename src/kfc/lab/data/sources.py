@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -84,7 +84,7 @@ def download(form: Form, folder: Path, notes: Console) -> Path:
     for name, published in form.checksums.items():
         url = f"{form.address}/{name}"
         notes.print(f"Fetching {url}")
-        _fetch_with_retries(url, published, folder, notes)
+        _fetch(url, published, folder, notes)
     return folder / (form.archive or "")
 
 
@@ -92,19 +92,6 @@ def _require_checksum(path: Path, published: str, remedy: str) -> None:
     found = checksum(path, published)
     if found != published:
         raise DataError(f"{path} has {found}, not the published {published}. {remedy}")
-
-
-def _fetch_with_retries(url: str, published: str, folder: Path, notes: Console) -> None:
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            _fetch(url, published, folder, notes)
-            return
-        except (requests.RequestException, ValueError) as error:
-            reason, is_permanent = _explain(url, published, error)
-            if attempt == ATTEMPTS or is_permanent:
-                raise DataError(reason) from error
-            notes.print(f"{reason}; trying again")
-            time.sleep(SECONDS_BETWEEN)
 
 
 def _fetch(url: str, published: str, folder: Path, notes: Console) -> None:
@@ -115,24 +102,29 @@ def _fetch(url: str, published: str, folder: Path, notes: Console) -> None:
         with requests.get(url, stream=True, timeout=TIMEOUTS) as response:
             response.raise_for_status()
             size = int(response.headers.get("content-length", 0)) or None
-            with Path(output_file).open("wb") as file:
-                for chunk in _tracked(name, response.iter_content(1 << 16), size, notes):
+            with _progress_bar(name, notes) as bar, Path(output_file).open("wb") as file:
+                task = bar.add_task(name, total=size)
+                for chunk in response.iter_content(1 << 16):
                     file.write(chunk)
+                    bar.advance(task, len(chunk))
 
-    pooch.retrieve(url, known_hash=published, fname=name, path=folder, downloader=save)
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            pooch.retrieve(url, known_hash=published, fname=name, path=folder, downloader=save)
+            return
+        except (requests.RequestException, ValueError) as error:
+            reason, is_permanent = _explain(url, published, error)
+            if attempt == ATTEMPTS or is_permanent:
+                raise DataError(reason) from error
+            notes.print(f"{reason}; trying again")
+            time.sleep(SECONDS_BETWEEN)
 
 
-def _tracked(
-    title: str, chunks: Iterable[bytes], size: int | None, notes: Console
-) -> Iterator[bytes]:
-    """Yield the chunks of a download; on a terminal, show how much of ``size`` has arrived."""
+def _progress_bar(title: str, notes: Console) -> Progress:
+    """Return a bar for the bytes of a download, which is shown only on a terminal."""
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     hidden = notes.quiet or not notes.is_terminal
-    with Progress(*columns, console=Console(stderr=True), disable=hidden) as progress:
-        task = progress.add_task(title, total=size)
-        for chunk in chunks:
-            progress.advance(task, len(chunk))
-            yield chunk
+    return Progress(*columns, console=Console(stderr=True), disable=hidden)
 
 
 def _explain(url: str, published: str, error: Exception) -> tuple[str, bool]:
