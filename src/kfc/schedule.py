@@ -82,9 +82,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         require_number("overhead", self.overhead, positive=True)
-        for name in ("statistics", "inverse"):
-            if getattr(self, name) is not None:
-                require_period(name, getattr(self, name))
+        require_period("statistics", 1 if self.statistics is None else self.statistics)
+        require_period("inverse", 1 if self.inverse is None else self.inverse)
 
 
 def require_period(name: str, period: object) -> None:
@@ -93,10 +92,14 @@ def require_period(name: str, period: object) -> None:
         require_whole(name, period)
 
 
+def length(period: Period, step: int) -> int:
+    """Return the period in force at a step, in steps."""
+    return period.at(step) if isinstance(period, Stretch) else period
+
+
 def is_due(period: Period, step: int) -> bool:
     """Return whether a step, counted from 1, is due; the first always is."""
-    length = period.at(step) if isinstance(period, Stretch) else period
-    return step == 1 or step % length == 0
+    return step == 1 or step % length(period, step) == 0
 
 
 def longest(period: Period) -> int:
@@ -128,10 +131,9 @@ class Seconds(NamedTuple):
 
     def overhead(self, statistics_period: Period, inverse_period: Period) -> float:
         """Return the overhead relative to the plain step once the periods have stretched."""
-        extra = self.every_step
-        extra += self.statistics / longest(statistics_period)
-        extra += self.inverses / longest(inverse_period)
-        return extra / self.plain
+        gathering = self.statistics / longest(statistics_period)
+        inverting = self.inverses / longest(inverse_period)
+        return (self.every_step + gathering + inverting) / self.plain
 
 
 def periods_within(seconds: Seconds, budget: Budget) -> Periods:
@@ -197,7 +199,15 @@ class Schedule:
         self._current: dict[str, float] = {}
         self._samples: dict[str, list[float]] = {}
         self._measured: Seconds | None = None
-        self.periods = options if isinstance(options, Periods) else _measuring_periods(options)
+        self.periods = self._periods(options)
+
+    def _periods(self, options: Periods | Budget) -> Periods:
+        """Return the periods in force; while steps are measured, what may be chosen is due."""
+        if isinstance(options, Periods):
+            return options
+        if self._measured is None:
+            return Periods(options.statistics or 1, options.inverse or 1)
+        return periods_within(self._measured, options)
 
     @property
     def measuring(self) -> bool:
@@ -216,8 +226,10 @@ class Schedule:
 
     def lengths(self, step: int) -> dict[str, int]:
         """Return the periods in force at a step, in steps."""
-        pairs = (("statistics", self.periods.statistics), ("inverse", self.periods.inverse))
-        return {name: p.at(step) if isinstance(p, Stretch) else p for name, p in pairs}
+        return {
+            "statistics": length(self.periods.statistics, step),
+            "inverse": length(self.periods.inverse, step),
+        }
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -262,11 +274,10 @@ class Schedule:
             self._choose(self.budget)
 
     def _choose(self, budget: Budget) -> None:
-        medians = {
-            n: statistics.median(values[1:] or values) for n, values in self._samples.items()
-        }
+        samples = self._samples.items()
+        medians = {name: statistics.median(values[1:] or values) for name, values in samples}
         self._measured = Seconds(*(medians.get(name, 0.0) for name in Seconds._fields))
-        self.periods = periods_within(self._measured, budget)
+        self.periods = self._periods(budget)
         self._samples = {}
         expected = self._measured.overhead(self.periods.statistics, self.periods.inverse)
         if expected > budget.overhead * (1 + 1e-6):
@@ -313,7 +324,7 @@ class Schedule:
                 raise ValueError(f"the budget state's seconds must be {Seconds._fields}")
             for name, value in zip(Seconds._fields, seconds, strict=True):
                 require_number(f"the budget state's {name}", value)
-        if not isinstance(samples, Mapping) or not set(samples) <= set(Seconds._fields):
+        if not isinstance(samples, Mapping) or not samples.keys() <= set(Seconds._fields):
             raise ValueError(f"the budget state's samples must be of {Seconds._fields}")
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -322,11 +333,4 @@ class Schedule:
             return
         self._samples = {name: list(values) for name, values in state["samples"].items()}
         self._measured = None if state["seconds"] is None else Seconds(*state["seconds"])
-        self.periods = _measuring_periods(self.budget)
-        if self._measured is not None:
-            self.periods = periods_within(self._measured, self.budget)
-
-
-def _measuring_periods(budget: Budget) -> Periods:
-    """Return the periods while steps are measured: everything that may be chosen is due."""
-    return Periods(budget.statistics or 1, budget.inverse or 1)
+        self.periods = self._periods(self.budget)

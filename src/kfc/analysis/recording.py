@@ -118,7 +118,7 @@ class LayerRecord:
                 statistics.backward(of_call, call.derivatives[draw], self.examples)
             statistics.end_draw()
         moments = statistics.moments(self.examples)
-        curvature.average_in(tuple(moment.to_mean_() for moment in moments), decay=0.0)
+        curvature.average_in_(tuple(moment.to_mean_() for moment in moments), decay=0.0)
 
     def activation_rows(self, part: slice) -> Tensor:
         """Return the rows (1, a_t) of a part of the examples, (examples, groups, |T|, n)."""

@@ -1,7 +1,6 @@
 """Normalisation layers: a small Fisher block per channel, over its scale and shift."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,10 +38,6 @@ class ChannelCurvature(LayerCurvature):
         size = len(self.layer.trained())
         return ((self.layer.weight.numel(), size, size),)
 
-    def summary(self) -> dict[str, Any]:
-        assert self.state.running is not None
-        return {"block_trace": self.state.running[0].diagonal(dim1=-2, dim2=-1).sum().item()}
-
     def invert(self, running: tuple[Tensor, ...], damping: float) -> Inverse:
         return ChannelInverse({"inverse": invert_blocks(running[0], damping)})
 
@@ -55,14 +50,8 @@ class ChannelCurvature(LayerCurvature):
         }
 
 
-class _Kept(NamedTuple):
-    """The inputs of a call, and the function that normalised them."""
-
-    inputs: KeptInputs
-    normalise: Callable[[Tensor], Tensor]
-
-    def normalised(self, dtype: torch.dtype) -> Tensor:
-        return self.normalise(self.inputs.get(dtype))
+# The inputs of a call, and the function that normalises them.
+_Kept = tuple[KeptInputs, Callable[[Tensor], Tensor]]
 
 
 class _ChannelStatistics(LayerStatistics):
@@ -75,13 +64,14 @@ class _ChannelStatistics(LayerStatistics):
         self.total: Tensor | None = None
 
     def forward(self, inputs: Tensor, outputs: Tensor) -> _Kept:
-        return _Kept(KeptInputs.of(inputs), self.layer.normaliser(inputs))
+        return KeptInputs.of(inputs), self.layer.normaliser(inputs)
 
     def backward(self, kept: _Kept, derivatives: Tensor, examples: int) -> None:
         derivatives = derivatives.detach().to(self.layer.dtype)
         by_role = {"bias": derivatives}
         if "weight" in self.trained:
-            by_role["weight"] = derivatives * kept.normalised(self.layer.dtype)
+            inputs, normalise = kept
+            by_role["weight"] = derivatives * normalise(inputs.get(self.layer.dtype))
         per_row = torch.stack(
             [self.layer.channel_rows(by_role[r], examples).sum(1) for r in self.trained], dim=-1
         )

@@ -1,7 +1,5 @@
 """The diagonal of the exact Fisher block."""
 
-from typing import Any
-
 from torch import Tensor
 
 from kfc.curvature.gradients import SquaredGradients
@@ -41,7 +39,3 @@ class DiagonalCurvature(LayerCurvature):
 
     def apply_inverse(self, inverse: Inverse, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         return self.layer.from_matrix(inverse.apply(self.layer.to_matrix(gradients)))
-
-    def summary(self) -> dict[str, Any]:
-        assert self.state.running is not None
-        return {"block_trace": self.state.running[0].sum().item()}

@@ -26,9 +26,6 @@ class EKFACCurvature(KroneckerCurvature):
 
     treatment = "Kronecker eigenbasis"
 
-    def __init__(self, layer: MatrixLayer, max_factor_size: int) -> None:
-        super().__init__(layer, MeasuredInverse, max_factor_size)
-
     def new_statistics(self, inverse: Inverse | None) -> LayerStatistics:
         if inverse is None:
             return super().new_statistics(None)

@@ -27,10 +27,14 @@ def is_diagonal(factor: Tensor) -> bool:
     return factor.dim() == 2
 
 
+def diagonal(factor: Tensor) -> Tensor:
+    """Return a view of the diagonal of each group's factor, (groups, size)."""
+    return factor if is_diagonal(factor) else factor.diagonal(dim1=-2, dim2=-1)
+
+
 def trace(factor: Tensor) -> Tensor:
     """Return the trace of each group's factor, (groups,)."""
-    diagonal = factor if is_diagonal(factor) else factor.diagonal(dim1=-2, dim2=-1)
-    return diagonal.sum(-1)
+    return diagonal(factor).sum(-1)
 
 
 def mean_eigenvalue(factor: Tensor) -> Tensor:
@@ -63,8 +67,7 @@ def damping_shifts(factors: Factors, damping: float) -> tuple[Tensor, Tensor]:
 def add_to_diagonal(factor: Tensor, amount: Tensor) -> Tensor:
     """Return a new factor with amount (groups,) added to each group's diagonal."""
     result = factor.clone()
-    diagonal = result if is_diagonal(factor) else result.diagonal(dim1=-2, dim2=-1)
-    diagonal += amount.unsqueeze(-1)
+    diagonal(result).add_(amount.unsqueeze(-1))
     return result
 
 
@@ -237,9 +240,8 @@ def invert_shifted(factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[
 def _cholesky(damped: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lower Cholesky factor, and whether it is accurate."""
     lower, info = torch.linalg.cholesky_ex(damped)
-    diagonal = lower.diagonal(dim1=-2, dim2=-1)
     # The square of this ratio bounds the reciprocal condition number from above.
-    spread = diagonal.amin(-1) / diagonal.amax(-1)
+    spread = diagonal(lower).amin(-1) / diagonal(lower).amax(-1)
     lowest = torch.finfo(damped.dtype).eps ** 0.4
     return lower, ((info == 0) & (spread > lowest)).all()
 

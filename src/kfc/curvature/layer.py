@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kfc._helpers import require_keys
-from kfc.curvature.kronecker import Factors, Inverse, Shape
+from kfc.curvature.kronecker import Factors, Inverse, Shape, diagonal
 from kfc.curvature.statistics import LayerStatistics, MomentLayout
 from kfc.layers import Layer
 
@@ -104,7 +104,8 @@ class LayerCurvature(ABC):
 
     def summary(self) -> dict[str, Any]:
         """Return numbers about the running averages for ``diagnostics``."""
-        return {}
+        assert self.state.running is not None
+        return {"block_trace": diagonal(self.state.running[0]).sum().item()}
 
     # Statistics
 
@@ -141,7 +142,7 @@ class LayerCurvature(ABC):
     def _usable_inverse(self, fresh: bool) -> Inverse | None:
         return self.state.inverse if self.is_current() and not fresh else None
 
-    def average_in(self, means: tuple[Tensor, ...], decay: float) -> None:
+    def average_in_(self, means: tuple[Tensor, ...], decay: float) -> None:
         """Update the running averages (eqn 33); the first statistics set them.
 
         The new averages take the memory of ``means``; the old ones stay as they were.
@@ -227,7 +228,10 @@ class LayerCurvature(ABC):
         require_keys(f"state of layer {name!r}", saved, LayerState._fields)
         if tuple(saved["roles"]) != self.trained_roles():
             return None  # a layer frozen or thawed since; its statistics are not used
-        found = [tuple(tensor.shape) for tensor in saved["running"]], _shapes(saved["inverse"])
+        found = (
+            [tuple(tensor.shape) for tensor in saved["running"]],
+            {key: tuple(tensor.shape) for key, tensor in saved["inverse"].items()},
+        )
         expected = (
             list(self.running_shapes()) if saved["running"] else [],
             self.inverse_shapes() if saved["inverse"] else {},
@@ -243,7 +247,3 @@ class LayerCurvature(ABC):
             inverse = self.inverse_class({k: own(t) for k, t in saved["inverse"].items()})
         running = tuple(own(tensor) for tensor in saved["running"]) or None
         self.state = LayerState(tuple(saved["roles"]), running, inverse, saved["damping"])
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
-    return {key: tuple(tensor.shape) for key, tensor in tensors.items()}

@@ -19,11 +19,6 @@ from kfc.layers import Plan
 class ModelCurvature:
     """The blocks of all layers of a model: running averages, inverses, natural gradients.
 
-    Args:
-        plan: the layers of the model.
-        options: how their blocks are approximated.
-        reducer: joins the work of several ranks.
-
     Attributes:
         layers: the :class:`~kfc.curvature.layer.LayerCurvature` of every layer, by name.
     """
@@ -45,17 +40,20 @@ class ModelCurvature:
     def layers_without_statistics(self) -> list[str]:
         return [name for name, layer in self.layers.items() if layer.lacks_statistics()]
 
-    def update(self, batch: BatchStatistics) -> None:
-        """Average the statistics of a batch into the running averages (eqn 33)."""
+    def update_(self, batch: BatchStatistics) -> None:
+        """Average the statistics of a batch into the running averages (eqn 33).
+
+        The averages take the memory of the batch, which cannot be used again.
+        """
         for name, moments in batch.moments.items():
             means = tuple(moment.to_mean_() for moment in moments)
-            self.layers[name].average_in(means, self.options.factor_decay)
+            self.layers[name].average_in_(means, self.options.factor_decay)
 
-    def replace(self, batch: BatchStatistics) -> None:
+    def replace_(self, batch: BatchStatistics) -> None:
         """Replace all that is known about the layers by the statistics of a batch."""
         for name in batch.moments:
             self.layers[name].restore(LayerState())
-        self.update(batch)
+        self.update_(batch)
 
     def snapshot(self) -> dict[str, LayerState]:
         """Return the state of every layer, to be passed to :meth:`restore`."""

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from kfc._helpers import require_choice, require_number, require_whole
 from kfc.curvature.channels import ChannelCurvature
 from kfc.curvature.diagonal import DiagonalCurvature
-from kfc.curvature.ekfac import EKFACCurvature
+from kfc.curvature.ekfac import EKFACCurvature, MeasuredInverse
 from kfc.curvature.kfc import KroneckerCurvature
 from kfc.curvature.kronecker import INVERSES
 from kfc.curvature.layer import LayerCurvature
@@ -126,7 +126,7 @@ class EKFAC(Approximation):
         require_whole("max_factor_size", self.max_factor_size)
 
     def for_matrix(self, layer: MatrixLayer) -> LayerCurvature:
-        return EKFACCurvature(layer, self.max_factor_size)
+        return EKFACCurvature(layer, MeasuredInverse, self.max_factor_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,12 +29,11 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return total
 
 
-def require_same(ranks: Ranks, tensors: Mapping[str, Tensor], when: str, remedy: str) -> None:
+def require_same(ranks: Ranks, tensors: Mapping[str, Tensor], step: int, remedy: str) -> None:
     """Raise an error on all ranks if a tensor differs between them.
 
     Args:
         tensors: by the names that the error uses, which are the same on all ranks.
-        when: where training is.
         remedy: what to do about a difference.
     """
     if not tensors:
@@ -50,7 +49,7 @@ def require_same(ranks: Ranks, tensors: Mapping[str, Tensor], when: str, remedy:
     name = list(tensors)[min(by_rank)]
     differing = [str(rank) for rank, place in enumerate(by_rank) if place == min(by_rank)]
     raise CollectiveError(
-        f"{when}: {name} on rank {', '.join(differing)} differs from rank 0's. {remedy}"
+        f"step {step}: {name} on rank {', '.join(differing)} differs from rank 0's. {remedy}"
     )
 
 
@@ -97,4 +96,4 @@ def require_equal_ranks(
             'hardware and number of threads? placement="shared" sends results instead',
         ),
     ):
-        require_same(ranks, tensors, f"step {step}", remedy)
+        require_same(ranks, tensors, step, remedy)

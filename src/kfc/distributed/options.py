@@ -1,7 +1,7 @@
 """The value object for training on several processes or with asynchronous inverses."""
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch.distributed as dist
 
@@ -10,7 +10,7 @@ from kfc._helpers import require_choice, require_whole
 # As text: torch may have been built without process groups.
 Group: TypeAlias = "dist.ProcessGroup | Literal['auto'] | None"
 PlacementKind = Literal["auto", "shared", "replicated", "gradients"]
-PLACEMENTS = ("auto", "shared", "replicated", "gradients")
+PLACEMENTS = get_args(PlacementKind)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,9 +48,7 @@ def place(
 
     Args:
         ranks: the number of ranks.
-        kind: "replicated": every rank computes all; "shared": owners compute and send inverses;
-            "gradients": owners compute, keep, and send natural gradients; "auto": for each layer
-            whichever costs least.
+        kind: the ``placement`` of :class:`kfc.Parallel`.
         period: the number of steps that an inverse is used for.
     """
     if ranks == 1 or kind == "replicated":

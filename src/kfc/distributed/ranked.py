@@ -38,6 +38,7 @@ class RankReducer(Reducer):
     def __init__(self, ranks: Ranks, parallel: Parallel) -> None:
         super().__init__()
         self.rank, self.size = ranks.rank, ranks.size
+        self.among_ranks = f" of {ranks.size} ranks"
         self._ranks = ranks
         self._parallel = parallel
         self._layers: Mapping[str, LayerCurvature] = {}
@@ -103,10 +104,10 @@ class RankReducer(Reducer):
         digest = hashlib.sha256(f"{number} {self.rank}".encode()).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
-    def turns(self, count: int, *, joint: bool) -> list[tuple[int, int]]:
+    def turns(self, count: int, *, joint: bool) -> list[tuple[bool, int]]:
         if not joint:
-            return [(self.rank, count)]
-        return [(rank, int(n)) for rank, (n,) in enumerate(self.gather([count]))]
+            return [(True, count)]
+        return [(rank == self.rank, int(n)) for rank, (n,) in enumerate(self.gather([count]))]
 
     def watch(self, output: Tensor) -> None:
         # Averaged gradients do not tell which rank's loss was not finite.

@@ -32,6 +32,8 @@ class Reducer:
 
     rank = 0
     size = 1
+    #: What error messages add to something that all ranks have a part of.
+    among_ranks = ""
 
     def __init__(self, *, expects_group: bool = False) -> None:
         self._expects_group = expects_group
@@ -82,14 +84,14 @@ class Reducer:
         """Return the generator that draws this rank's targets."""
         return shared.on(device)
 
-    def turns(self, count: int, *, joint: bool) -> list[tuple[int, int]]:
-        """Return (rank, number of backward passes) in the order in which ranks take turns.
+    def turns(self, count: int, *, joint: bool) -> list[tuple[bool, int]]:
+        """Return the number of backward passes of each turn, and whether they are this rank's.
 
         Args:
             count: the number of passes that this rank needs.
             joint: whether a pass of one rank needs the others, as with SyncBatchNorm.
         """
-        return [(self.rank, count)]
+        return [(True, count)]
 
     def watch(self, output: Tensor) -> None:
         """Record whether this rank's output and its derivative are finite."""

@@ -110,7 +110,7 @@ class CurvatureAccess:
         try:
             with collector.estimation(), forked_random_state(accelerators_of(self.model)):
                 self._run(batches, progress)
-                engine.curvature.replace(collector.finish())
+                engine.curvature.replace_(collector.finish())
                 engine.refresher.forget()
         finally:
             buffers.restore()

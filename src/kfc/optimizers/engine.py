@@ -91,12 +91,7 @@ class Engine:
         # Since the start, or since a state was loaded.
         self._is_first = True
         self._before: tuple[Any, Any] | None = None
-        self._hooks = ModelHooks(
-            model,
-            self.plan.layers,
-            self.collector,
-            during_backward=options.fisher == "empirical",
-        )
+        self._hooks = ModelHooks(model, self.plan.layers, self.collector)
         self._prepare_next()
 
     def close(self) -> None:
@@ -195,7 +190,7 @@ class Engine:
         if may_skip:
             self._before = self.curvature.snapshot(), self.refresher.snapshot()
         with self.schedule.timed("averages"), self.full_precision():
-            self.curvature.update(batch)
+            self.curvature.update_(batch)
 
     def refresh_inverses(self, damping: Callable[[str], float], *, at_once: bool = False) -> None:
         """Refresh the inverses that are due (T_f).

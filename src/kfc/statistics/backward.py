@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,21 +15,28 @@ from kfc.fisher.calls import without_autocast
 from kfc.schedule import now
 
 
-@dataclass(frozen=True)
-class LayerCall:
+class LayerCall(NamedTuple):
     """One call of one layer.
 
     Attributes:
-        edge: where the derivative with respect to the call's output arrives. The edge, not the
-            tensor: after an in-place ReLU the tensor's derivative is silently another one.
         kept: what the layer's statistics need to know about the inputs.
         shape: the shape of the output.
     """
 
-    layer: str
-    edge: GradientEdge
+    statistics: LayerStatistics
     kept: Any
     shape: torch.Size
+
+    def add(self, derivative: Tensor | None, examples: int) -> None:
+        """Add the derivative with respect to the call's output to the statistics."""
+        if derivative is not None:
+            with torch.no_grad(), without_autocast(derivative.device):
+                self.statistics.backward(self.kept, derivative.reshape(self.shape), examples)
+
+
+# A call, and where the derivative with respect to its output arrives. The edge, not the tensor:
+# after an in-place ReLU the tensor's derivative is silently another one.
+EdgeAndCall = tuple[GradientEdge, LayerCall]
 
 
 class RecordedPass:
@@ -39,6 +45,7 @@ class RecordedPass:
     Args:
         wanted: the layers to record.
         new_statistics: returns the empty statistics of a layer.
+        during_backward: gather derivatives in the user's own backward pass.
         clock_device: the device to wait for when reading the clock.
 
     Attributes:
@@ -52,26 +59,25 @@ class RecordedPass:
         self,
         wanted: Collection[str],
         new_statistics: Callable[[str], LayerStatistics],
+        *,
+        during_backward: bool,
         clock_device: torch.device | None,
     ) -> None:
         self.wanted = wanted
-        self.calls: list[LayerCall] = []
+        self.calls: list[EdgeAndCall] = []
         self.without_gradient: set[str] = set()
         self.examples = 0
         self.seconds = 0.0
         self._new_statistics = new_statistics
         self._statistics: dict[str, LayerStatistics] = {}
+        self._during_backward = during_backward
         self._clock_device = clock_device
-        self._split: tuple[list[LayerCall], list[LayerCall]] | None = None
+        self._split: tuple[list[EdgeAndCall], list[EdgeAndCall]] | None = None
 
     # While the model runs
 
-    def record(self, layer: str, inputs: Tensor, output: Any, *, during_backward: bool) -> None:
-        """Add one call of a layer.
-
-        Args:
-            during_backward: gather derivatives in the user's own backward pass.
-        """
+    def record(self, layer: str, inputs: Tensor, output: Any) -> None:
+        """Add one call of a layer."""
         if isinstance(output, Tensor) and output.numel() == 0:
             return  # an empty batch; the model's output will be refused
         if not (isinstance(output, Tensor) and output.requires_grad):
@@ -82,17 +88,17 @@ class RecordedPass:
         statistics = self._statistics[layer]
         with self._timed(), torch.no_grad(), without_autocast(output.device):
             kept = statistics.forward(inputs, output)
-        edge = output_edge(output)
-        self.calls.append(LayerCall(layer, edge, kept, output.shape))
-        if during_backward:
-            # Without the call, whose edge would keep the graph alive in a cycle.
-            hook = partial(self._on_user_backward, statistics, [kept], output.shape, edge.output_nr)
+        edge, call = output_edge(output), LayerCall(statistics, kept, output.shape)
+        self.calls.append((edge, call))
+        if self._during_backward:
+            # Without the edge, which would keep the graph alive in a cycle.
+            hook = partial(self._on_user_backward, [call], edge.output_nr)
             edge.node.register_prehook(hook)
 
-    def end_forward(self, examples: int, *, during_backward: bool) -> None:
+    def end_forward(self, examples: int) -> None:
         """Record the number of examples, which the model's output determines."""
         self.examples = examples
-        if during_backward:
+        if self._during_backward:
             self.calls.clear()  # the hooks gather the derivatives
 
     # Derivatives
@@ -105,12 +111,13 @@ class RecordedPass:
         """
         final, passing = self._final_and_passing()
         handles = [
-            call.edge.node.register_prehook(partial(self._on_passing, call)) for call in passing
+            edge.node.register_prehook(partial(self._on_passing, call, edge.output_nr))
+            for edge, call in passing
         ]
         try:
             derivatives = torch.autograd.grad(
                 output,
-                [call.edge for call in final],
+                [edge for edge, _ in final],
                 derivative.to(output.dtype),
                 retain_graph=True,
                 allow_unused=True,
@@ -118,8 +125,8 @@ class RecordedPass:
         finally:
             for handle in handles:
                 handle.remove()
-        for call, at_output in zip(final, derivatives, strict=True):
-            self._add_derivative(self._statistics[call.layer], call.kept, call.shape, at_output)
+        for (_, call), at_output in zip(final, derivatives, strict=True):
+            call.add(at_output, self.examples)
         self.end_draw()
 
     def end_draw(self) -> None:
@@ -130,46 +137,34 @@ class RecordedPass:
         """Return the moments by layer; empty for a layer that no derivative reached."""
         return {layer: s.moments(self.examples) for layer, s in self._statistics.items()}
 
-    def _final_and_passing(self) -> tuple[list[LayerCall], list[LayerCall]]:
+    def _final_and_passing(self) -> tuple[list[EdgeAndCall], list[EdgeAndCall]]:
         """Return the calls at which the backward pass ends, and those it passes through."""
         if self._split is None:
-            passed = nodes_with_descendants([call.edge.node for call in self.calls])
-            passing = [call for call in self.calls if call.edge.node in passed]
-            final = [call for call in self.calls if call.edge.node not in passed]
+            passed = nodes_with_descendants([edge.node for edge, _ in self.calls])
+            passing = [pair for pair in self.calls if pair[0].node in passed]
+            final = [pair for pair in self.calls if pair[0].node not in passed]
             self._split = final, passing
         return self._split
 
-    def _on_passing(self, call: LayerCall, derivatives: tuple[Tensor | None, ...]) -> None:
-        derivative = derivatives[call.edge.output_nr]
-        self._add_derivative(self._statistics[call.layer], call.kept, call.shape, derivative)
+    def _on_passing(
+        self, call: LayerCall, output_nr: int, derivatives: tuple[Tensor | None, ...]
+    ) -> None:
+        call.add(derivatives[output_nr], self.examples)
 
     def _on_user_backward(
-        self,
-        statistics: LayerStatistics,
-        kept: list[Any],
-        shape: torch.Size,
-        output_nr: int,
-        derivatives: tuple[Tensor | None, ...],
+        self, call: list[LayerCall], output_nr: int, derivatives: tuple[Tensor | None, ...]
     ) -> None:
         """Gather a derivative in the user's own backward pass.
 
         Args:
-            kept: what the statistics keep, in a list that is emptied when autograd frees its
-                buffers: the graph lives for as long as the user holds the loss.
+            call: in a list that is emptied when autograd frees its buffers: the graph lives for as
+                long as the user holds the loss.
         """
-        derivative = derivatives[output_nr]
-        if self.examples and derivative is not None and kept:
+        if self.examples and derivatives[output_nr] is not None and call:
             with self._timed():
-                self._add_derivative(statistics, kept[0], shape, derivative)
+                call[0].add(derivatives[output_nr], self.examples)
             if not keeps_graph():
-                kept.clear()
-
-    def _add_derivative(
-        self, statistics: LayerStatistics, kept: Any, shape: torch.Size, derivative: Tensor | None
-    ) -> None:
-        if derivative is not None:
-            with torch.no_grad(), without_autocast(derivative.device):
-                statistics.backward(kept, derivative.reshape(shape), self.examples)
+                call.clear()
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

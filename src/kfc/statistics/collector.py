@@ -35,15 +35,12 @@ class Observation(NamedTuple):
 class Collector:
     """Collects statistics from the forward passes between two steps.
 
-    It listens to :class:`~kfc.statistics.hooks.ModelHooks`. If statistics are due, every forward
+    :class:`~kfc.statistics.hooks.ModelHooks` report to it. If statistics are due, every forward
     pass is followed by a backward pass to the pre-activations, with targets drawn from the model.
 
     Args:
-        curvature: the curvature that the statistics are for.
-        likelihood: the distribution that the model's outputs parametrise.
         output: selects the tensor of outputs from what the model returns.
         seed: the seed of the targets.
-        reducer: joins the statistics of several ranks.
 
     Attributes:
         observations: the forward passes since the last step.
@@ -124,6 +121,7 @@ class Collector:
     # Forward passes
 
     def new_pass(self) -> RecordedPass | None:
+        """Return a recorder for the coming forward pass, if it should give statistics."""
         if self.started is None:
             self.started = now(self._clock_device)
             self._reducer.begin_step(self._step)
@@ -132,7 +130,10 @@ class Collector:
             return None
         layers, fresh = self._curvature.layers, self._estimating
         return RecordedPass(
-            wanted, lambda name: layers[name].statistics(fresh=fresh), self._clock_device
+            wanted,
+            lambda name: layers[name].statistics(fresh=fresh),
+            during_backward=self._fisher == "empirical",
+            clock_device=self._clock_device,
         )
 
     def _wanted(self) -> list[str]:
@@ -142,6 +143,7 @@ class Collector:
         return self._curvature.layers_without_statistics()
 
     def end_pass(self, call: ModelCall, output: Any, recorded: RecordedPass | None) -> None:
+        """Process a forward pass in training mode."""
         selected = select_output(output, self.output)
         self.likelihood.validate(selected)
         self.observations.append(Observation(call, selected.shape[0]))
@@ -154,10 +156,11 @@ class Collector:
 
     def _gather(self, selected: Tensor, recorded: RecordedPass) -> None:
         self._reducer.check_model(self.model)
-        empirical = self._fisher == "empirical"
-        mixes_rows = not empirical and _mixes_rows(recorded, selected.shape[0])
-        recorded.end_forward(selected.shape[0], during_backward=empirical)
-        if empirical:
+        examples = selected.shape[0]
+        # A layer may also run on rows that do not belong to one example each.
+        mixes_rows = any(call.shape[0] % examples for _, call in recorded.calls)
+        recorded.end_forward(examples)
+        if self._fisher == "empirical":
             self._open.append((recorded, selected.detach()))
             return
         start = now(self._clock_device)
@@ -165,10 +168,10 @@ class Collector:
             together = not (mixes_examples(self.model) or mixes_rows)
             # On the scale of one example until the total is known. Before the backward pass, which
             # may carry derivatives to ranks with other batch sizes.
-            scale = math.sqrt(self.likelihood.growth(recorded.examples, 1))
+            scale = math.sqrt(self.likelihood.growth(examples, 1))
             for derivative in self._output_derivatives(selected.detach(), together):
                 recorded.backward(selected, scale * derivative)
-            self._batch.add(recorded.moments(), recorded.examples)
+            self._batch.add(recorded.moments(), examples)
         self.spent += recorded.seconds + now(self._clock_device) - start
 
     def _output_derivatives(self, outputs: Tensor, together: bool) -> Iterator[Tensor]:
@@ -182,18 +185,19 @@ class Collector:
             yield self.likelihood.sample_derivative(outputs, generator)
             return
         own = self.likelihood.columns_per_example(outputs) * (1 if together else len(outputs))
-        turns = self._reducer.turns(own, joint=mixes_ranks(self.model))
+        joint = mixes_ranks(self.model)
+        turns = self._reducer.turns(own, joint=joint)
         columns = sum(count for _, count in turns)
         if columns > MAX_EXACT_COLUMNS:
             where = "" if together else " behind batch normalisation or rows that examples share"
-            where += f" of {len(turns)} ranks" if len(turns) > 1 else ""
+            where += self._reducer.among_ranks if joint else ""
             raise ValueError(
                 f'fisher="exact" takes one backward pass for each of the {columns} columns of an '
                 f"output of shape {tuple(outputs.shape)}{where}, more than {MAX_EXACT_COLUMNS}; "
                 'use fisher="sampled"'
             )
-        for rank, count in turns:
-            if rank == self._reducer.rank:
+        for is_own, count in turns:
+            if is_own:
                 yield from self._exact_columns(outputs, together)
             else:
                 yield from (torch.zeros_like(outputs) for _ in range(count))
@@ -253,8 +257,3 @@ class Collector:
     def is_finite(self) -> bool:
         """Return whether what was collected so far is finite; waits for the device."""
         return bool(all_finite(self._batch.traces()))
-
-
-def _mixes_rows(recorded: RecordedPass, examples: int) -> bool:
-    """Return whether a layer ran on rows that do not belong to one example each."""
-    return any(call.shape[0] % examples for call in recorded.calls)

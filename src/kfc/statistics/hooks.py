@@ -2,7 +2,7 @@
 
 A hook on the model opens a :class:`RecordedPass` if its listener wants statistics from this forward
 pass; hooks on the layers record their calls in it; a second hook on the model passes it and the
-model's output to the listener. Nothing is recorded in evaluation mode, without gradients, outside
+model's output to the collector. Nothing is recorded in evaluation mode, without gradients, outside
 the model's own forward (as when checkpointing recomputes a part of it), or while suspended.
 """
 
@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,22 +30,7 @@ from kfc.fisher.calls import (
 )
 from kfc.layers import Layer
 from kfc.statistics.backward import RecordedPass
-
-
-class Listener(Protocol):
-    """What the hooks report to.
-
-    Attributes:
-        records_random_state: whether passes will be run again from their initial random state.
-    """
-
-    records_random_state: bool
-
-    def new_pass(self) -> RecordedPass | None:
-        """Return a recorder for the coming forward pass, if it should give statistics."""
-
-    def end_pass(self, call: ModelCall, output: Any, recorded: RecordedPass | None) -> None:
-        """Process a forward pass in training mode."""
+from kfc.statistics.collector import Collector
 
 
 class ModelHooks:
@@ -53,22 +38,13 @@ class ModelHooks:
 
     Args:
         layers: the layers to record, by name.
-        listener: what the hooks report to; held weakly.
-        during_backward: gather derivatives in the user's own backward pass.
+        collector: what the hooks report to; held weakly.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Mapping[str, Layer],
-        listener: Listener,
-        *,
-        during_backward: bool,
-    ) -> None:
+    def __init__(self, model: nn.Module, layers: Mapping[str, Layer], collector: Collector) -> None:
         refuse_hidden_layers(model)
         self._layers = dict(layers)
-        self._listener = weakref.ref(listener)
-        self._during_backward = during_backward
+        self._collector = weakref.ref(collector)
         # Per thread: a model may be evaluated in one thread while another trains it.
         self._thread = threading.local()
         self._handles: list[RemovableHandle] = []
@@ -86,16 +62,16 @@ class ModelHooks:
 
     def _before_model(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         self._thread.running, self._thread.recorded = False, None
-        listener = self._listener()
-        if listener is None or not model.training:
+        collector = self._collector()
+        if collector is None or not model.training:
             return
         if not torch.is_grad_enabled() or is_transformed():  # no plain backward can follow
             return
         self._thread.running = True
         self._thread.random_state = None
-        if listener.records_random_state:
+        if collector.records_random_state:
             self._thread.random_state = get_random_state(accelerators_of(model))
-        self._thread.recorded = listener.new_pass()
+        self._thread.recorded = collector.new_pass()
 
     def _after_layer(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
@@ -104,20 +80,20 @@ class ModelHooks:
         if recorded is None or name not in recorded.wanted or not self._layers[name].trained():
             return
         inputs = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
-        recorded.record(name, inputs, output, during_backward=self._during_backward)
+        recorded.record(name, inputs, output)
 
     def _after_model(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         recorded: RecordedPass | None = getattr(self._thread, "recorded", None)
         running = getattr(self._thread, "running", False)
         self._thread.running, self._thread.recorded = False, None
-        listener = self._listener()
+        collector = self._collector()
         failed = output is None and sys.exc_info()[0] is not None
-        if listener is None or not running or failed:
+        if collector is None or not running or failed:
             return
         if recorded is not None and recorded.without_gradient:
             _refuse_reentrant_checkpointing(recorded.without_gradient, output)
         call = ModelCall(args, kwargs, autocast_of(model), self._thread.random_state)
-        listener.end_pass(call, output, recorded)
+        collector.end_pass(call, output, recorded)
 
 
 class _Hook:
@@ -142,11 +118,7 @@ class _Hook:
             getattr(owner, self.method)(*self.first, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inert_hook, ()
-
-
-def _inert_hook() -> _Hook:
-    return _Hook(_nothing, "")
+        return _Hook, (_nothing, "")
 
 
 def _nothing() -> None:
