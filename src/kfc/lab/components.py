@@ -175,7 +175,6 @@ class RunComponents(NetworkComponents):
         Each rank evaluates its part of the examples; all return the result for all examples.
         """
         split, count = self._evaluated[name]
-        was_training = self.model.training
         self.model.eval()
         loss = mistakes = 0.0
         mine = part_of(count, self.ranks.rank, self.ranks.size)
@@ -185,7 +184,7 @@ class RunComponents(NetworkComponents):
             outputs = self.model(images)
             loss += self.task.loss(outputs, images, labels).item() * len(images)
             mistakes += self.task.mistakes(outputs, images, labels).sum().item()
-        self.model.train(was_training)
+        self.model.train()
         loss, mistakes = self.ranks.sum([loss, mistakes], "evaluation")
         return loss / count, self.task.error(mistakes / count)
 

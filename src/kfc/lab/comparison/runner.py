@@ -11,7 +11,7 @@ from kfc.lab.comparison.settings import Comparison
 from kfc.lab.components import RunComponents
 from kfc.lab.config import LIMITS, ConfigError, RunConfig
 from kfc.lab.data import Dataset
-from kfc.lab.networks import NetworkError
+from kfc.lab.options import config_errors
 from kfc.lab.runs import Record, RunFolder, read_record
 from kfc.lab.training import LIMIT_REASONS, Row, Trainer
 
@@ -79,10 +79,8 @@ class ComparisonRunner:
     def check(self) -> None:
         """Build the components of every run once, so that errors come before there is a folder."""
         for run in self.runs:
-            try:
+            with config_errors(f"method {run.method}: "):
                 RunComponents(run.config, self._data)
-            except (ConfigError, NetworkError) as error:
-                raise type(error)(f"method {run.method}: {error}") from error
 
     def run(self) -> bool:
         """Run to the end or until interrupted; return whether it is the end."""
