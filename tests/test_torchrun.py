@@ -22,7 +22,7 @@ from commands import ENVIRONMENT, assert_clear_error, kfc, kfc_here, start_kfc
 from kfc.distributed.ranks import Ranks
 from kfc.lab.config import make_config
 from kfc.lab.data import load
-from kfc.lab.processes.ranks import Launch, RanksFailedError, gather_texts
+from kfc.lab.processes.ranks import Launch, RanksFailedError, gather_objects
 from kfc.lab.runs import RunFolder, read_record
 from kfc.lab.training import Trainer
 from ranks import run_ranks
@@ -548,7 +548,7 @@ def test_the_variables_of_torchrun_are_read():
 
 
 def gather(rank):
-    return gather_texts(Ranks(dist.group.WORLD), "abc – ν" * rank)
+    return gather_objects(Ranks(dist.group.WORLD), "abc – ν" * rank, "texts")
 
 
 def test_texts_of_all_ranks_are_gathered():

@@ -20,7 +20,7 @@ from kfc.lab.config import RunConfig
 from kfc.lab.costs import Costs
 from kfc.lab.data import Dataset
 from kfc.lab.diagnosis import diagnose, find_origin
-from kfc.lab.processes.ranks import Launch, explained_collectives, failing_together, gather_texts
+from kfc.lab.processes.ranks import Launch, explained_collectives, failing_together, gather_objects
 from kfc.lab.runs import AnyFolder, RemoteFolder, RunFolder, matching_checkpoint, require_data
 from kfc.optimizers import KFAC
 from kfc.optimizers.base import CurvatureOptimizer
@@ -314,7 +314,7 @@ class Trainer:
         own = diagnose(model, self._images, self.update, config, self._diagnostics())
         bad_since = self.components.replica.bad_since()
         rank, origin = find_origin(self.ranks.gather([self._loss.item(), bad_since]))
-        diagnosis = gather_texts(self.ranks, own)[rank]
+        diagnosis = gather_objects(self.ranks, own, "texts")[rank]
         return f"{origin}; {diagnosis}" if origin else diagnosis
 
     # Checkpoints

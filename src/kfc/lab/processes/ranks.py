@@ -227,20 +227,15 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
         yield
     except EXPECTED_ERRORS as raised:
         error = raised
-    kinds = _gather(ranks, None if error is None else type(error), "errors")
+    kinds = gather_objects(ranks, None if error is None else type(error), "errors")
     for rank, kind in enumerate(kinds):
         if kind is not None:
             own = error if rank == ranks.rank else None
             raise RanksFailedError(ranks, rank, kind, own) from error
 
 
-def gather_texts(ranks: Ranks, text: str) -> list[str]:
-    """Return the texts of all ranks."""
-    return _gather(ranks, text, "texts")
-
-
-def _gather(ranks: Ranks, value: Any, about: str) -> list[Any]:
-    """Return the objects of all ranks."""
+def gather_objects(ranks: Ranks, value: Any, about: str) -> list[Any]:
+    """Return the objects of all ranks; errors name what they are ``about``."""
     gathered = [value] * ranks.size
     if ranks.size > 1:
         with ranks.naming_errors(f"all_gather of {about}"):
