@@ -29,7 +29,7 @@ PRONG = options.PRONG(max_factor_size=sys.maxsize)
 EKFAC = options.EKFAC(max_factor_size=sys.maxsize)
 
 
-def kronecker(record: LayerRecord, approximation: options.Kronecker) -> KroneckerBlock:
+def kronecker(approximation: options.Kronecker, record: LayerRecord) -> KroneckerBlock:
     """Return the block Ω ⊗ Γ of training."""
     factors = record.curvature(approximation).factors()
     assert factors is not None
@@ -49,7 +49,7 @@ def eigenvalue_corrected(record: LayerRecord) -> DiagonalBlock:
 
 
 def stationary(record: LayerRecord, *, boundaries: bool) -> KroneckerBlock:
-    """Return Theorem 1's block, with autocovariances estimated over the maps; may be indefinite.
+    """Return Theorem 1's block (eqn 26), which may be indefinite, from estimated autocovariances.
 
     Args:
         boundaries: count the locations that see a pixel with the boundary function β (eqn 24);
@@ -57,7 +57,7 @@ def stationary(record: LayerRecord, *, boundaries: bool) -> KroneckerBlock:
     """
     layer = record.layer
     if not (isinstance(layer, ConvolutionLayer) and "weight" in layer.trained()):
-        return kronecker(record, KFC)  # a single offset: nothing is assumed
+        return kronecker(KFC, record)  # a single offset: nothing is assumed
     _, counts, derivative = record.curvature(SUA).block(damping=0.0).running
     if not boundaries:
         counts = torch.full_like(counts, record.rows_per_example)
@@ -101,6 +101,11 @@ def _sums_over_pairs(record: LayerRecord, layer: ConvolutionLayer) -> tuple[Tens
     return torch.stack(sums).sum(0), torch.stack(pairs).sum(0)
 
 
+def diagonal(record: LayerRecord) -> DiagonalBlock:
+    """Return the diagonal of the exact block."""
+    return DiagonalBlock(ExactBlock(record).diagonal())
+
+
 def unit_wise(record: LayerRecord) -> UnitBlock:
     """Return the exact block of every output map, without what lies between maps."""
     groups, rows, columns = record.shape
@@ -138,11 +143,15 @@ def _independent_elements(record: LayerRecord) -> int:
     return groups * locations * (record.draws * record.examples * rows + 2 * locations)
 
 
+def _unit_wise_elements(record: LayerRecord) -> int:
+    return record.size * record.shape[2]
+
+
 ACTIVATIONS, DERIVATIVES = frozenset({"activations"}), frozenset({"derivatives"})
 NEITHER, BOTH = frozenset[str](), ACTIVATIONS | DERIVATIVES
 APPROXIMATIONS = {
     "iad": Approximation("IAD alone", "IAD", IndependentBlock, BOTH, _independent_elements),
-    "kfc": Approximation("KFC", "IAD, SH, SUD", partial(kronecker, approximation=KFC), BOTH),
+    "kfc": Approximation("KFC", "IAD, SH, SUD", partial(kronecker, KFC), BOTH),
     "ekfac": Approximation("EKFAC", "KFC's eigenvectors", eigenvalue_corrected, NEITHER),
     # Means and autocovariances are estimated from different pixels, so that they do not change
     # consistently if the activations are shifted.
@@ -155,21 +164,10 @@ APPROXIMATIONS = {
         partial(stationary, boundaries=False),
         DERIVATIVES,
     ),
-    "sua": Approximation("SUA", "IAD, SH, SUD, SUA", partial(kronecker, approximation=SUA), BOTH),
-    "prong": Approximation(
-        "PRONG", "IAD, SH, SUA, WD", partial(kronecker, approximation=PRONG), ACTIVATIONS
-    ),
+    "sua": Approximation("SUA", "IAD, SH, SUD, SUA", partial(kronecker, SUA), BOTH),
+    "prong": Approximation("PRONG", "IAD, SH, SUA, WD", partial(kronecker, PRONG), ACTIVATIONS),
     "unit-wise": Approximation(
-        "unit-wise",
-        "independent output maps",
-        unit_wise,
-        ACTIVATIONS,
-        elements=lambda record: record.size * record.shape[2],
+        "unit-wise", "independent output maps", unit_wise, ACTIVATIONS, _unit_wise_elements
     ),
-    "diagonal": Approximation(
-        "diagonal",
-        "independent parameters",
-        lambda record: DiagonalBlock(ExactBlock(record).diagonal()),
-        NEITHER,
-    ),
+    "diagonal": Approximation("diagonal", "independent parameters", diagonal, NEITHER),
 }

@@ -75,16 +75,13 @@ def assumptions(
     resamples: int = DEFAULT_RESAMPLES,
     seed: int = 0,
 ) -> dict[str, Assumption]:
-    """Test every assumption for which the layer has enough locations or maps.
+    """Test every assumption for which the layer has enough locations or maps, by name.
 
     Args:
         record: a record of at least two examples, with sampled or enumerated targets.
         reach: the largest distance between locations, in pixels along each axis.
         resamples: the number of batches to draw from the examples, with replacement.
         seed: the seed of these draws.
-
-    Returns:
-        The results by name.
     """
     require_whole("resamples", resamples)
     if record.examples < 2:
@@ -148,10 +145,8 @@ def estimate(values: Tensor, *, least: float = 0.0, most: float = math.inf) -> E
     """Return an estimate from the value of the batch, followed by those of its resamples.
 
     Chance increases the magnitudes of small correlations. This bias is estimated from the
-    resamples, and subtracted once from the value and twice from the resamples.
-
-    Args:
-        least, most: the range of possible values.
+    resamples, and subtracted once from the value and twice from the resamples. The results are
+    clamped to the possible values, from ``least`` to ``most``.
     """
     bias = values[1:].mean() - values[0]
     quantiles = torch.quantile(values[1:], values.new_tensor([0.025, 0.975]))
@@ -170,10 +165,10 @@ def spatial_correlation(maps: Maps, reach: int, bootstrap: Bootstrap) -> dict[st
         size = correlations_by_offset(products[:, live], maps.size, reach).abs().flatten(2)
         chosen = (distance == 1, distance > 0)
         found.append(torch.stack([size[..., c.to(size.device)].mean(2) for c in chosen]))
-    near, all_of_them = torch.cat(found, dim=2).mean(2)
+    near, within_reach = torch.cat(found, dim=2).mean(2)
     return {
         "neighbouring locations": estimate(near, most=1.0),
-        f"locations up to {max(middle)} apart": estimate(all_of_them, most=1.0),
+        f"locations up to {max(middle)} apart": estimate(within_reach, most=1.0),
     }
 
 

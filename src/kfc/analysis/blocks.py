@@ -58,9 +58,16 @@ class Block(ABC):
     def product(self, vector: Tensor) -> Tensor:
         """Return the block times one or more vectors, (..., groups, I, n)."""
 
-    @abstractmethod
     def solve(self, vector: Tensor, damping: float) -> Tensor:
         """Return (block + damping · I)⁻¹ times one or more vectors."""
+        require_number("damping", damping, positive=True)
+        solutions = [
+            conjugate_gradients(
+                lambda v: self.product(v) + damping * v, right, tolerance=self.tolerance
+            )
+            for right in vector.reshape(-1, *self.shape)
+        ]
+        return torch.stack(solutions).reshape(vector.shape)
 
     @abstractmethod
     def trace(self) -> float:
@@ -117,16 +124,6 @@ class Block(ABC):
         """Return whether the block is positive semi-definite, up to rounding."""
         smallest = self.smallest_eigenvalue()
         return smallest >= 0 or smallest >= -NEGATIVE_TOLERANCE * self.operator_norm()
-
-    def _solve_by_products(self, vector: Tensor, damping: float) -> Tensor:
-        require_number("damping", damping, positive=True)
-        solutions = [
-            conjugate_gradients(
-                lambda v: self.product(v) + damping * v, right, tolerance=self.tolerance
-            )
-            for right in vector.reshape(-1, *self.shape)
-        ]
-        return torch.stack(solutions).reshape(vector.shape)
 
 
 def reciprocal(values: Tensor, damping: float) -> Tensor:

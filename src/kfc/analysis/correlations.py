@@ -164,11 +164,7 @@ class Correlations:
 
 
 def correlations(record: LayerRecord, reach: int = DEFAULT_REACH) -> Correlations:
-    """Return autocorrelations over space, and correlations between maps at the middle location.
-
-    Args:
-        reach: the largest offset, in pixels along each axis.
-    """
+    """Return autocorrelations up to ``reach`` pixels, and correlations between maps."""
     both = derivative_maps(record), activation_maps(record)
     offsets = [autocorrelation(maps, reach) if maps.locations > 1 else None for maps in both]
     across = [correlation_matrix(middle_moment(maps)) for maps in both]

@@ -66,8 +66,7 @@ class ExactBlock(Block):
         """Return X v, (..., draws · examples)."""
         if self.keeps_gradients():
             return vector.flatten(-3) @ self._gradients.mT
-        flat = vector.reshape(-1, *self.shape)
-        found = [self._coefficients_of_one(one) for one in flat]
+        found = [self._coefficients_of_one(one) for one in vector.reshape(-1, *self.shape)]
         return torch.stack(found).reshape(*vector.shape[:-3], self.rows)
 
     def combination(self, coefficients: Tensor) -> Tensor:
@@ -75,8 +74,7 @@ class ExactBlock(Block):
         if self.keeps_gradients():
             found: Tensor = (coefficients @ self._gradients).unflatten(-1, self.shape)
             return found
-        flat = coefficients.reshape(-1, self.rows)
-        each = [self._combination_of_one(one) for one in flat]
+        each = [self._combination_of_one(one) for one in coefficients.reshape(-1, self.rows)]
         return torch.stack(each).reshape(*coefficients.shape[:-1], *self.shape)
 
     def product(self, vector: Tensor) -> Tensor:
@@ -133,7 +131,7 @@ class ExactBlock(Block):
 
     def solve(self, vector: Tensor, damping: float) -> Tensor:
         if not self.is_decomposable():
-            return self._solve_by_products(vector, damping)
+            return super().solve(vector, damping)
         values, basis = self._eigen
         if self._is_tall():
             rotated = vector.mT.flatten(-3).to(basis) @ basis
@@ -213,9 +211,6 @@ class IndependentBlock(Block):
             total += _over_rows(activations).mT @ _over_rows(images.flatten(3))
         by_vector: Tensor = total.unflatten(2, (count, rows)).permute(2, 0, 3, 1)
         return by_vector.reshape(vector.shape) / self.record.examples**2
-
-    def solve(self, vector: Tensor, damping: float) -> Tensor:
-        return self._solve_by_products(vector, damping)
 
     def trace(self) -> float:
         """Return Σ_t Σ_t′ E[a_t · a_t′] E[Ds_t · Ds_t′]."""

@@ -32,7 +32,7 @@ class ModelCall:
     """One forward pass of the whole model.
 
     Attributes:
-        autocast: the dtype of autocast in the pass; ``None``: it was off.
+        autocast: the dtype of autocast in the pass; ``None`` if it was off.
         random_state: the state of the random generators (of the CPU and the model's devices) when
             the pass began; ``None`` if it was not recorded.
     """

@@ -78,7 +78,8 @@ class Likelihood(ABC):
                 "return the predictions from the model and compute the loss outside it"
             )
         if outputs.numel() == 0:
-            raise ValueError(f"the batch is empty: the model's output has shape {_shape(outputs)}")
+            shape = tuple(outputs.shape)
+            raise ValueError(f"the batch is empty: the model's output has shape {shape}")
         if not outputs.is_floating_point():
             raise TypeError(
                 f"the model's output has dtype {outputs.dtype}, but {self!r} needs real numbers; "
@@ -135,7 +136,7 @@ class Categorical(Likelihood):
         if outputs.dim() < 2 or outputs.shape[1] < 2:
             raise ValueError(
                 "the categorical likelihood needs logits of shape (N, C) or (N, C, d1, ...) with "
-                f"at least two classes, but the model's output has shape {_shape(outputs)}; "
+                f"at least two classes, but the model's output has shape {tuple(outputs.shape)}; "
                 'use likelihood="bernoulli" for a single logit or likelihood="gaussian" for '
                 "regression, or select and reshape the logits with output="
             )
@@ -249,7 +250,3 @@ def resolve_likelihood(likelihood: str | Likelihood) -> Likelihood:
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)

@@ -41,7 +41,7 @@ CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 
 
 class ForwardModeError(RuntimeError):
-    """An operation of the model has no forward-mode derivative."""
+    """Raised if an operation of the model has no forward-mode derivative."""
 
 
 def vector_product(
@@ -149,8 +149,7 @@ def _dual_run(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs, and their derivative along the tangents.
 
-    Args:
-        leaves: the parameters to differentiate with respect to afterwards.
+    ``leaves`` are the parameters to differentiate with respect to afterwards.
     """
     state: dict[str, Tensor] = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:

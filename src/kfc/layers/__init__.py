@@ -11,9 +11,8 @@ To teach the library a new layer, write its geometry and register it::
         return MyLayer(module)
 """
 
-from kfc.layers.base import Layer, MatrixLayer, NormalisationLayer
+from kfc.layers.base import Layer, LinearLayer, MatrixLayer, NormalisationLayer
 from kfc.layers.convolution import ConvolutionLayer, TransposedConvolutionLayer
-from kfc.layers.linear import LinearLayer
 from kfc.layers.normalisation import mixes_examples
 from kfc.layers.registry import PlainGradient, Plan, find_layers, layer_for
 

@@ -1,4 +1,4 @@
-"""The geometry that every kind of layer describes."""
+"""The geometry that every kind of layer describes, and linear layers, the simplest kind."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -6,6 +6,8 @@ from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+
+from kfc.moments.patches import row_moment
 
 
 class Layer(ABC):  # noqa: B024 - its subclasses are abstract
@@ -69,12 +71,10 @@ class MatrixLayer(Layer):
 
     @abstractmethod
     def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
-        """Return Σ rowᵀ row, (groups, n, n), or its diagonal (groups, n), over all rows.
+        """Return Σ rowᵀ row, (groups, n, n), or only its ``diagonal``, (groups, n), over all rows.
 
-        Args:
-            source: what :meth:`row_source` returns.
-            homogeneous: prepend a 1 to every row.
-            diagonal: compute the diagonal only. ``kfc.moments.row_moment`` supports both.
+        The source is what :meth:`row_source` returns; rows start with a 1 if ``homogeneous``.
+        ``kfc.moments.patches.row_moment`` has both options.
         """
 
     def activation_rows(self, source: Tensor) -> Tensor:
@@ -101,10 +101,8 @@ class MatrixLayer(Layer):
     ) -> Tensor:
         """Return Σ_t Ds_t (1, a_t) of each example, (examples, groups, I, n).
 
-        Args:
-            source: what :meth:`row_source` returns, example by example; may be ``None`` if the
-                weight is not trained.
-            derivatives: with respect to the call's outputs.
+        The source is what :meth:`row_source` returns, example by example; it may be ``None`` if the
+        weight is not trained.
         """
         trained = self.trained()
         columns = self.derivative_rows(derivatives.to(self.dtype))
@@ -162,6 +160,31 @@ class MatrixLayer(Layer):
         _, rows, columns = self.weight_to_matrix(self.weight).shape
         trained = self.trained()
         return ("bias" in trained) + ("weight" in trained) * columns, rows
+
+
+class LinearLayer(MatrixLayer):
+    """``nn.Linear``: all dimensions between the first and the last count as locations."""
+
+    def activation_rows(self, source: Tensor) -> Tensor:
+        return source.reshape(1, -1, source.shape[-1])
+
+    def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+        rows = self.activation_rows(source)
+        return row_moment(rows, homogeneous=homogeneous, diagonal=diagonal)
+
+    def rows_first(self, values: Tensor, examples: int) -> Tensor:
+        if values.dim() == 1:
+            return values.unsqueeze(0)
+        return values.transpose(0, 1) if is_sequence_first(values.shape[:-1], examples) else values
+
+    def derivative_rows(self, derivatives: Tensor) -> Tensor:
+        return derivatives.reshape(1, -1, derivatives.shape[-1])
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        return weight.unsqueeze(0)
+
+    def weight_from_matrix(self, matrix: Tensor) -> Tensor:
+        return matrix.squeeze(0)
 
 
 class NormalisationLayer(Layer):

@@ -43,7 +43,7 @@ class BatchNormLayer(_ChannelSecond):
 def _running_statistics(
     norm: _BatchNorm | _InstanceNorm, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return copies: the module may update its own before they are needed."""
+    """Return copies of the running mean and variance, which the module may update in between."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     return norm.running_mean.to(dtype, copy=True), norm.running_var.to(dtype, copy=True)
@@ -80,8 +80,7 @@ class GroupNormLayer(_ChannelSecond):
     module: nn.GroupNorm
 
     def normaliser(self, inputs: Tensor) -> Callable[[Tensor], Tensor]:
-        norm = self.module
-        return lambda inputs: F.group_norm(inputs, norm.num_groups, eps=norm.eps)
+        return lambda inputs: F.group_norm(inputs, self.module.num_groups, eps=self.module.eps)
 
 
 class LayerNormLayer(NormalisationLayer):

@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
-from kfc.layers.base import Layer
+from kfc.layers.base import Layer, LinearLayer
 from kfc.layers.convolution import ConvolutionLayer, TransposedConvolutionLayer
-from kfc.layers.linear import LinearLayer
 from kfc.layers.normalisation import (
     BatchNormLayer,
     GroupNormLayer,

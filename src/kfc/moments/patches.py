@@ -7,7 +7,7 @@ A patch is the receptive field of one output location, flattened in the order of
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
@@ -90,10 +90,6 @@ class Window:
         """The number of spatial dimensions."""
         return len(self.kernel_size)
 
-    def without_padding(self) -> Window:
-        """Return this window for inputs that are padded already."""
-        return replace(self, padding=((0, 0),) * self.dims, padding_mode="zeros")
-
     def locations(self, size: Sequence[int]) -> tuple[int, ...]:
         """Return |T| along each dimension; raise ``ValueError`` if the kernel does not fit."""
         padded = [n + sum(pair) for n, pair in zip(size, self.padding, strict=True)]
@@ -111,11 +107,8 @@ class Window:
             return inputs
         # torch lists the last dimension's padding first.
         flat = [amount for pair in reversed(self.padding) for amount in pair]
-        return F.pad(inputs, flat, mode="constant" if self.zero_padded else self.padding_mode)
-
-    @property
-    def zero_padded(self) -> bool:
-        return self.padding_mode == "zeros"
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        return F.pad(inputs, flat, mode=mode)
 
     def in_kernel_order(self, values: Tensor, dims: Iterable[int]) -> Tensor:
         """Return values with the columns of patches, along some dimensions, as in the weight."""
@@ -135,7 +128,7 @@ class Window:
             strided = (self.locations(size), self.kernel_size, self.stride, self.dilation)
             return tuple(coarse_axis(*axis) for axis in zip(*strided, strict=True))
         padding = self.padding
-        if not self.zero_padded:
+        if self.padding_mode != "zeros":
             size = [n + sum(pair) for n, pair in zip(size, padding, strict=True)]
             padding = ((0, 0),) * self.dims
         plain = zip(size, self.kernel_size, self.dilation, padding, strict=True)
@@ -227,7 +220,7 @@ def moment_by_correlation(inputs: Tensor, window: Window) -> tuple[Tensor, Tenso
     """
     axes = window.axes(inputs.shape[2:])
     strided = max(window.stride) > 1
-    if strided or not window.zero_padded:
+    if strided or window.padding_mode != "zeros":
         inputs = window.pad(inputs)
     maps = inputs.reshape(len(inputs), window.groups, -1, *inputs.shape[2:])
     if not strided:
@@ -240,8 +233,7 @@ def moment_by_correlation(inputs: Tensor, window: Window) -> tuple[Tensor, Tenso
 
 def _with_first_moment(moment: Tensor, inputs: Tensor, window: Window) -> Tensor:
     """Add the homogeneous coordinate to the moment (groups, n, n) of these inputs' patches."""
-    total = window.pad(_sum_over_examples(inputs))
-    (sums,) = patch_chunks(total, window.without_padding())
+    (sums,) = patch_chunks(_sum_over_examples(inputs), window)
     return _bordered(moment, sums.sum(1), count=len(inputs) * sums.shape[1])
 
 

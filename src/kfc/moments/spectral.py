@@ -146,7 +146,7 @@ def _transform(
 
 
 def _dense_dimensions(periods: Sequence[int], reach: Sequence[int]) -> int:
-    """Return how many leading dimensions to invert with one matrix; the others go one by one.
+    """Return how many leading dimensions to invert with one matrix, and not one by one.
 
     For large maps, above all those with three dimensions, one matrix for all of them would take far
     more memory than the maps.
@@ -230,10 +230,9 @@ def _half_offsets(reach: Sequence[int]) -> tuple[int, ...]:
 
 
 def _with_mirror_image(half: Tensor, reach: Sequence[int]) -> Tensor:
-    """Return all offsets, given those with e >= 0 along the first dimension, by C(-e) = C(e)ᵀ.
+    """Return all offsets, (*(2 reach + 1), groups, C, C), by C(-e) = C(e)ᵀ.
 
-    Args:
-        half: (offsets, groups, C, C), the offsets flattened.
+    ``half`` has those with e >= 0 along the first dimension, (offsets, groups, C, C).
     """
     full = [2 * r + 1 for r in reach]
     zero, ahead = half[prod(full[1:]) // 2 :].split([1, prod(full) // 2])
