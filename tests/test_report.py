@@ -6,9 +6,8 @@ from dataclasses import replace
 import plotly.graph_objects as go
 import pytest
 
-from kfc.lab.report.costs import cost_by_part, cost_rows
 from kfc.lab.report.curves import curves_of, learning_rate_points, sensitivity_section
-from kfc.lab.report.diagnostics import layer_section
+from kfc.lab.report.diagnostics import cost_by_part, cost_rows, layer_section
 from kfc.lab.report.figures import LINE_COLOURS, line_style, plain, thinned
 from kfc.lab.report.page import write_page
 from kfc.lab.report.summary import Goals, best_runs, default_goals, goal_rows, summary_rows

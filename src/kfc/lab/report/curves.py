@@ -80,9 +80,9 @@ def sensitivity_section(records: Sequence[Record], names: Sequence[str]) -> dict
         return None
     losses = [p.loss for grid in grids for p in grid if not p.diverged and p.loss and p.loss > 0]
     floor, edge = min(losses, default=1.0) / 2, 2 * max(losses, default=1.0)
-    traces = []
+    traces: list[Json] = []
     for index, (name, grid) in enumerate(zip(names, grids, strict=True)):
-        traces += [_loss_line(index, name, grid, floor), _failures(index, name, grid, edge)]
+        traces += _method_traces(index, name, grid, floor, edge)
     shape = layout("learning rate", "averaged training loss", log="xy", height=380)
     figure = Figure("sensitivity", shape, [[trace for trace in traces if trace["x"]]])
     return {"legend": list(enumerate(names)), "figures": [figure]}
@@ -106,10 +106,15 @@ def learning_rate_points(records: Sequence[Record]) -> list[Point]:
     return sorted(points, key=lambda point: point.lr)
 
 
-def _loss_line(index: int, name: str, grid: Sequence[Point], floor: float) -> Json:
-    """Return the line of a method; a logarithmic axis has no zero, so draw it at ``floor``."""
+def _method_traces(
+    index: int, name: str, grid: Sequence[Point], floor: float, edge: float
+) -> tuple[Json, Json]:
+    """Return a line of losses, and crosses at ``edge`` for runs without a finite loss.
+
+    A logarithmic axis has no zero, which is drawn at ``floor``.
+    """
     drawn = [(p, p.loss) for p in grid if not p.diverged and p.loss is not None]
-    return line(
+    losses = line(
         index,
         name,
         [point.lr for point, _ in drawn],
@@ -117,20 +122,16 @@ def _loss_line(index: int, name: str, grid: Sequence[Point], floor: float) -> Js
         customdata=[[f"{loss:.4g}", number(point.seconds)] for point, loss in drawn],
         hovertemplate="loss %{customdata[0]} at learning rate %{x:.3~g}, after %{customdata[1]} s",
     )
-
-
-def _failures(index: int, name: str, grid: Sequence[Point], edge: float) -> Json:
-    """Return crosses at the upper edge for the runs of a method without a finite loss."""
-    points = [point for point in grid if point.diverged or point.loss is None]
-    trace = line(
+    failed = [point for point in grid if point.diverged or point.loss is None]
+    crosses = line(
         index,
         name,
-        [point.lr for point in points],
-        [edge for _ in points],
+        [point.lr for point in failed],
+        [edge for _ in failed],
         mode="markers",
-        customdata=["diverged" if p.diverged else "no finite loss" for p in points],
+        customdata=["diverged" if p.diverged else "no finite loss" for p in failed],
         hovertemplate="%{customdata} at learning rate %{x:.3~g}",
     )
     outline = {"color": INK, "width": 1}
-    trace["marker"] |= {"symbol": "x", "size": 11, "maxdisplayed": 0, "line": outline}
-    return trace
+    crosses["marker"] |= {"symbol": "x", "size": 11, "maxdisplayed": 0, "line": outline}
+    return losses, crosses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 from torch import Tensor
 
@@ -39,8 +40,8 @@ def cross_map_figure(id: str, title: str, matrix: Tensor) -> Figure:
     """Return the magnitudes of correlations between maps at the middle location, (maps, maps)."""
     step = -(-len(matrix) // MOST_MAPS)
     chosen = range(0, len(matrix), step)
-    trace = _heat_map(matrix[::step, ::step].abs(), chosen, chosen)
-    trace["hovertemplate"] = "%{z:.3f} between maps %{y} and %{x}<extra></extra>"
+    at = "%{z:.3f} between maps %{y} and %{x}<extra></extra>"
+    trace = _heat_map(matrix[::step, ::step].abs(), chosen, chosen, hovertemplate=at)
     which = "all" if step == 1 else f"one in {step} of"
     caption = f"Correlations between {which} {len(matrix)} maps at the middle location."
     return Figure(id, _heat_map_layout("map", "map", 1, 1), [[trace]], title, caption)
@@ -77,14 +78,13 @@ def _heat_maps(pictures: dict[str, Tensor]) -> tuple[Json, list[list[Json]]]:
     """Return the layout and traces of up to four heat maps, in two rows if there are over two."""
     rows, columns = 1 + (len(pictures) > 2), min(len(pictures), 2)
     shape = _heat_map_layout("x offset", "y offset", rows, columns)
+    at = "%{z:.3f} at x offset %{x}, y offset %{y}"
     traces = []
     for index, (name, values) in enumerate(pictures.items()):
         x, y = f"x{_suffix(index)}", f"y{_suffix(index)}"
-        height, width = values.shape
-        trace = _heat_map(values, _centred(width), _centred(height))
-        trace |= {"name": plain(name), "xaxis": x, "yaxis": y}
-        trace["hovertemplate"] = "%{z:.3f} at x offset %{x}, y offset %{y}"
-        traces.append(trace)
+        height, width = map(_centred, values.shape)
+        own = {"name": plain(name), "xaxis": x, "yaxis": y}
+        traces.append(_heat_map(values, width, height, hovertemplate=at, **own))
         above = {"xref": f"{x} domain", "yref": f"{y} domain", "x": 0.5, "y": 1}
         font = {"size": 12, "color": INK}
         shape["annotations"].append(
@@ -127,8 +127,9 @@ def _suffix(index: int) -> str:
     return "" if index == 0 else str(index + 1)
 
 
-def _heat_map(values: Tensor, x: Sequence[int], y: Sequence[int]) -> Json:
-    return {"type": "heatmap", "x": x, "y": y, "z": _rounded(values), "coloraxis": "coloraxis"}
+def _heat_map(values: Tensor, x: Sequence[int], y: Sequence[int], **options: Any) -> Json:
+    trace = {"type": "heatmap", "x": x, "y": y, "z": _rounded(values), "coloraxis": "coloraxis"}
+    return {**trace, **options}
 
 
 def _rounded(values: Tensor) -> list[float]:

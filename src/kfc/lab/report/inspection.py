@@ -106,11 +106,7 @@ Layers = dict[str, list[NetworkLayer]]
 
 
 def write_inspection_page(path: Path, inspections: Sequence[Inspection], title: str) -> None:
-    """Write the page atomically, with the networks side by side.
-
-    Raises:
-        OSError: the file or its folder cannot be written.
-    """
+    """Write the page atomically, with the networks side by side."""
     layers = _layers_by_name(inspections)
     sections = {
         "assumptions": [

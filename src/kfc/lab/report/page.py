@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kfc.lab.report.costs import cost_section
 from kfc.lab.report.curves import curve_section, sensitivity_section
-from kfc.lab.report.diagnostics import adaptation_section, clipping_section, layer_section
+from kfc.lab.report.diagnostics import (
+    adaptation_section,
+    clipping_section,
+    cost_section,
+    layer_section,
+)
 from kfc.lab.report.rendering import write_html
 from kfc.lab.report.summary import Goals, best_runs, default_goals, summary_section
 from kfc.lab.report.tables import compare_values, distinct_labels
@@ -30,7 +34,6 @@ def write_page(
         baseline: the name of the run that ratios refer to; by default the first run with SGD.
 
     Raises:
-        OSError: the file or its folder cannot be written.
         ValueError: there are no runs, or no run has the name of the baseline.
     """
     if not records:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from kfc.lab.report.tables import MISSING, Row, number, percent, ratio, setting
 from kfc.lab.runs import Record
 
 END_REASONS = {
+    None: "unfinished",
     "epochs": "all epochs done",
     "updates": "all updates done",
     "time": "time limit reached",
@@ -114,44 +115,34 @@ def summary_rows(records: Sequence[Record], baseline: str | None = None) -> list
     reference = find_baseline(records, baseline)
     # A long name would make the first column too wide.
     owner = reference.name if len(reference.name) <= 12 else "the baseline"
-    labels = (
-        *("run", "learning rate", "batch size", "epochs", "updates", "seconds"),
-        f"seconds per epoch (x {owner}'s)",
-        *("train loss", "train error", "test loss", "test error", "ended"),
-    )
-    columns = [_summary(record, reference) for record in records]
-    return list(zip(labels, *columns, strict=True))
+    reasons = [end_reason(record) for record in records]
 
+    def last(label: str, key: str, text: Callable[[float | None], str] = number) -> Row:
+        return (label, *(text(last_evaluation(record).get(key)) for record in records))
 
-def _summary(record: Record, reference: Record) -> Row:
-    last = last_evaluation(record)
-    reason = end_reason(record)
-    return (
-        record.name,
-        "adaptive" if record.config.lr is None else setting(record.config.lr),
-        setting(record.config.batch_size),
-        number(last.get("epoch")),
-        number(last.get("update")),
-        number(last.get("seconds")),
-        _pace(record, reference),
-        number(last.get("averaged_train_loss")),
-        percent(last.get("averaged_train_error")),
-        number(last.get("averaged_test_loss")),
-        percent(last.get("averaged_test_error")),
-        "unfinished" if reason is None else END_REASONS.get(reason, reason),
-    )
+    return [
+        ("run", *(record.name for record in records)),
+        ("learning rate", *(setting(record.config.lr, "adaptive") for record in records)),
+        ("batch size", *(setting(record.config.batch_size) for record in records)),
+        last("epochs", "epoch"),
+        last("updates", "update"),
+        last("seconds", "seconds"),
+        (f"seconds per epoch (x {owner}'s)", *(_pace(record, reference) for record in records)),
+        last("train loss", "averaged_train_loss"),
+        last("train error", "averaged_train_error", percent),
+        last("test loss", "averaged_test_loss"),
+        last("test error", "averaged_test_error", percent),
+        ("ended", *(END_REASONS.get(reason, str(reason)) for reason in reasons)),
+    ]
 
 
 def _pace(record: Record, reference: Record) -> str:
-    own, other = _seconds_per_epoch(record), _seconds_per_epoch(reference)
+    """Format the seconds per epoch, and their ratio to those of the reference."""
+    rows = last_evaluation(record), last_evaluation(reference)
+    own, other = (row["seconds"] / row["epoch"] if row.get("epoch") else None for row in rows)
     if record is reference or own is None or not other:
         return number(own)
     return f"{number(own)} ({ratio(own / other)})"
-
-
-def _seconds_per_epoch(record: Record) -> float | None:
-    last = last_evaluation(record)
-    return last["seconds"] / last["epoch"] if last.get("epoch") else None
 
 
 # Goals

@@ -34,10 +34,10 @@ def ratio(value: float) -> str:
     return f"{value:.1f}x" if value >= 0.995 else f"{value:.2g}x"
 
 
-def setting(value: Any) -> str:
+def setting(value: Any, none: str = "none") -> str:
     """Format the value of an option."""
     if value is None:
-        return "none"
+        return none
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -55,12 +55,10 @@ def distinct_labels(records: Sequence[Record]) -> list[str]:
 
 
 class Comparison(NamedTuple):
-    """The values of several runs or networks, one column for each.
+    """The values of several runs or networks, a column for each.
 
-    Attributes:
-        header: an empty cell and the label of each column.
-        different: rows of values that differ between the columns.
-        identical: (name, value) of the others.
+    Rows in ``different`` have a name and a value for each column; those in ``identical``, whose
+    values are the same in all columns, a name and one value.
     """
 
     header: Row
