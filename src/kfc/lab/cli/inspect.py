@@ -18,28 +18,20 @@ from rich.markup import escape
 from kfc.lab.cli import screen
 from kfc.lab.cli.options import parameter, with_options
 from kfc.lab.cli.report import with_distinct_names
-from kfc.lab.config import OPTIONS, make_config
+from kfc.lab.config import OPTIONS, RunConfig, make_config
 from kfc.lab.data import load
 from kfc.lab.inspection.networks import PARAMETERS, InspectedNetwork, inspected_network
 from kfc.lab.inspection.results import FORMAT, PANEL, Inspection, InspectionSettings
 from kfc.lab.inspection.runner import STEPS, inspect_network, selected_layers
 from kfc.lab.options import ConfigError, options_of
-from kfc.lab.report.inspection import (
-    notes_of,
-    quality_rows,
-    verdict_rows,
-    write_inspection_page,
-)
-from kfc.lab.runs import read_record
+from kfc.lab.report import inspection as report
+from kfc.lab.runs import Record, read_record
 
 PAGE = Path("inspect.html")
 UNTRAINED = "An untrained network instead of a run"
 SETTINGS = options_of(InspectionSettings)
 # Shorter than the page's header; Frobenius and operator are errors.
-TERMINAL_HEADER = (
-    *("approximation", "assumes", "Frobenius", "operator"),
-    *("cosine", "decrease", "trace", "PSD"),
-)
+HEADER = tuple(name.removesuffix(" error").removesuffix(" ratio") for name in report.QUALITIES)
 
 
 @with_options(
@@ -103,13 +95,7 @@ def inspect(
         if (threads := given.pop("threads", None)) is not None:
             OPTIONS["threads"].check(threads)
             torch.set_num_threads(threads)
-        if bool(runs) == bool(net or given.keys() - {"device"}):
-            raise typer.BadParameter("name either folders of runs, or --net and --data")
-        networks = (
-            _networks_of_runs(runs, parameters, given.get("device"), settings, data_dir)
-            if runs
-            else _untrained_networks(net or [None], parameters, given, settings, data_dir)
-        )
+        networks = _networks(runs, net, parameters, given, settings, data_dir)
         # Check all names, and that the page can be written, before the work begins.
         for network in networks:
             selected_layers(network, settings)
@@ -118,36 +104,35 @@ def inspect(
         _publish(_inspect(networks, settings), page, as_json)
 
 
-def _networks_of_runs(
-    runs: list[Path],
-    parameters: str | None,
-    device: str | None,
-    settings: InspectionSettings,
-    data_dir: Path | None,
-) -> list[InspectedNetwork]:
-    parameters = parameters or PARAMETERS[0]
-    if parameters not in PARAMETERS:
-        raise ConfigError(f"parameters must be one of {', '.join(PARAMETERS)}, got {parameters!r}")
-    networks = []
-    for record in with_distinct_names([[read_record(path)] for path in runs]):
-        config = replace(record.config, device=device or record.config.device)
-        data = load(config.data, data_dir)
-        networks.append(inspected_network(config, data, settings.examples, record, parameters))
-    return networks
-
-
-def _untrained_networks(
-    nets: Sequence[str | None],
+def _networks(
+    runs: list[Path] | None,
+    nets: list[str] | None,
     parameters: str | None,
     options: dict[str, Any],
     settings: InspectionSettings,
     data_dir: Path | None,
 ) -> list[InspectedNetwork]:
-    if parameters is not None:
+    """Return the networks of runs, or untrained ones."""
+    if bool(runs) == bool(nets or options.keys() - {"device"}):
+        raise typer.BadParameter("name either folders of runs, or --net and --data")
+    if not runs and parameters is not None:
         raise typer.BadParameter("--parameters has no effect on an untrained network")
-    configs = [make_config(net=net, seed=settings.seed, **options) for net in nets]
-    data = load(configs[0].data, data_dir)
-    return [inspected_network(config, data, settings.examples) for config in configs]
+    parameters = parameters or PARAMETERS[0]
+    if parameters not in PARAMETERS:
+        raise ConfigError(f"parameters must be one of {', '.join(PARAMETERS)}, got {parameters!r}")
+    chosen: list[tuple[RunConfig, Record | None]]
+    if runs:
+        records = with_distinct_names([[read_record(path)] for path in runs])
+        chosen = [(replace(record.config, **options), record) for record in records]
+    else:
+        configs = [{"net": net} for net in nets] if nets else [{}]
+        chosen = [(make_config(**net, **options, seed=settings.seed), None) for net in configs]
+    return [
+        inspected_network(
+            config, load(config.data, data_dir), settings.examples, record, parameters
+        )
+        for config, record in chosen
+    ]
 
 
 def _require_writable(page: Path) -> None:
@@ -193,22 +178,22 @@ def _publish(found: Sequence[Inspection], page: Path | None, as_json: bool) -> N
         return
     title = "Inspection of " + " and ".join(dict.fromkeys(one.label for one in found))
     with screen.writing(page):
-        write_inspection_page(page, found, title)
+        report.write_inspection_page(page, found, title)
     screen.say(f"Page: {page.resolve()}", on=screen.errors if as_json else screen.console)
 
 
 def _print(inspection: Inspection) -> None:
     verdicts = [
         (layer, *(cell.replace(" (", "\n(") for cell in cells))
-        for layer, *cells in verdict_rows(inspection)
+        for layer, *cells in report.verdict_rows(inspection)
     ]
     tables = [(inspection.label, verdicts)]
     for layer in inspection.layers:
         if layer.comparison is not None:
-            rows = [TERMINAL_HEADER, *quality_rows(layer.comparison)[1:]]
+            rows = [HEADER, *report.quality_rows(layer.comparison)[1:]]
             tables.append((f"{inspection.label}, {layer.name} ({layer.kind})", rows))
     for title, rows in tables:
         table = screen.as_table(rows, escape(title), compact=True)
         screen.console.print(table, highlight=False)
-    for note in notes_of(inspection):
+    for note in report.notes_of(inspection):
         screen.say(note)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kfc.lab.components import NetworkComponents, Task
@@ -34,22 +33,6 @@ class InspectedNetwork:
     task: Task
     images: Tensor
     labels: Tensor
-
-    def loss(self, outputs: Tensor, count: int) -> Tensor:
-        """Return the mean loss of the first ``count`` examples."""
-        return self.task.loss(outputs, self.images[:count], self.labels[:count])
-
-    def outputs(self) -> Tensor:
-        """Return the outputs for all images.
-
-        Raises:
-            ConfigError: they are not finite.
-        """
-        with torch.no_grad():
-            outputs: Tensor = self.model(self.images)
-        if not bool(outputs.isfinite().all()):
-            raise ConfigError(f"the outputs of {self.label} are not finite: nothing to compare")
-        return outputs
 
 
 def inspected_network(

@@ -68,11 +68,9 @@ class LayerInspection:
     Attributes:
         kind: the layer's class, such as "Conv2d".
         shape: (groups, I, n) of the layer's gradient.
-        examples: number of examples; fewer than requested if more do not fit into the memory, as
-            ``compared_examples``.
-        assumptions: the assumptions that apply, by name.
+        examples, compared_examples: number of examples of the assumptions and of the comparison;
+            fewer than requested if more do not fit into the memory.
         correlations: ``None`` for layers without locations.
-        compared_examples: number of examples of the comparison.
         targets: targets of the comparison: "enumerated", or how many were drawn.
         comparison: ``None`` if it was not possible.
         notes: results that were left out, and why.
@@ -105,16 +103,10 @@ class LayerInspection:
             name: {"verdict": each.verdict, **vars(each.deciding), "measures": each.measures}
             for name, each in (self.assumptions or {}).items()
         }
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "shape": self.shape,
-            "examples": self.examples,
-            "assumptions": assumptions,
-            "correlations": self.correlations,
-            "comparison": None if self.comparison is None else self._comparison(self.comparison),
-            "notes": self.notes,
-        }
+        comparison = None if self.comparison is None else self._comparison(self.comparison)
+        content = {**vars(self), "assumptions": assumptions, "comparison": comparison}
+        del content["compared_examples"], content["targets"]  # they are in the comparison
+        return content
 
     def _comparison(self, found: LayerComparison) -> dict[str, Any]:
         spectra = {}
@@ -144,12 +136,7 @@ class LayerInspection:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The results for one network.
-
-    Attributes:
-        network: a run's folder, and the options that determine the network.
-        training: progress and errors of a run; ``None`` for an untrained network.
-    """
+    """The results for one network, which an ``InspectedNetwork`` describes."""
 
     label: str
     network: Mapping[str, Any]

@@ -81,8 +81,12 @@ class _Inspector:
     ) -> None:
         self._network, self._settings, self._progress = network, settings, progress
         self.layers = selected_layers(network, settings)
+        with torch.no_grad():
+            outputs = network.model(network.images)
+        if not bool(outputs.isfinite().all()):
+            raise ConfigError(f"the outputs of {network.label} are not finite: nothing to compare")
         likelihood = resolve_likelihood(network.task.likelihood)
-        self._columns = likelihood.columns_per_example(network.outputs())
+        self._columns = likelihood.columns_per_example(outputs)
         self._steps_done = 0
 
     def inspect(self, name: str, layer: MatrixLayer) -> LayerInspection:
@@ -118,12 +122,9 @@ class _Inspector:
         count = self._affordable((drawn or self._columns) * elements)
         self._report(name, STEPS[3])
         record = self._record(name, count, drawn)
+        images, labels = network.images[:count], network.labels[:count]
         gradient = loss_gradient(
-            network.model,
-            network.images[:count],
-            record,
-            lambda outputs: network.loss(outputs, count),
-            None,
+            network.model, images, record, lambda out: network.task.loss(out, images, labels), None
         )
         targets = "enumerated" if drawn is None else f"{drawn} drawn for each example"
         results: dict[str, Any] = {"compared_examples": count, "targets": targets}
