@@ -14,7 +14,7 @@ from kfc.lab.cli.compare import compare, demo
 from kfc.lab.cli.data import data_app
 from kfc.lab.cli.inspect import inspect
 from kfc.lab.cli.report import report
-from kfc.lab.cli.screen import USAGE, fail, say
+from kfc.lab.cli.screen import say
 from kfc.lab.cli.train import train
 from kfc.lab.processes.ranks import Launch
 
@@ -78,13 +78,9 @@ def main(
 
     Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 the run diverged, 130 interrupted.
     """
-    launch = Launch.from_environment()
-    if launch.size > 1 and context.invoked_subcommand != "train":
-        if launch.rank > 0:
-            time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
-            raise typer.Exit(USAGE)
-        command = context.invoked_subcommand
-        fail(f"kfc {command} runs in one process; only kfc train works with torchrun", USAGE)
+    command = context.invoked_subcommand
+    if Launch.from_environment().size > 1 and command != "train":
+        context.fail(f"kfc {command} runs in one process; only kfc train works with torchrun")
 
 
 @app.command()

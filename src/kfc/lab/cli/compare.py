@@ -12,16 +12,8 @@ import typer
 from kfc.lab.cli import screen
 from kfc.lab.cli.options import parameter, with_options
 from kfc.lab.cli.report import publish
+from kfc.lab.comparison import settings
 from kfc.lab.comparison.runner import ComparedRun, ComparisonRunner
-from kfc.lab.comparison.settings import (
-    Comparison,
-    preset_names,
-    read_comparison,
-    read_specification,
-    replace_specification,
-    with_overrides,
-    write_specification,
-)
 from kfc.lab.config import LIMITS, OPTIONS
 from kfc.lab.data import load
 from kfc.lab.report.summary import best_runs
@@ -36,7 +28,9 @@ PANEL = "Overrides of the preset or file, for all runs"
 def compare(
     what: Annotated[
         str | None,
-        typer.Argument(metavar="PRESET|FILE.toml", help=f"Presets: {', '.join(preset_names())}."),
+        typer.Argument(
+            metavar="PRESET|FILE.toml", help=f"Presets: {', '.join(settings.preset_names())}."
+        ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small version: ten minutes on two cores.")
@@ -70,22 +64,25 @@ def compare(
     """
     with screen.clear_errors():
         if resume is not None:
-            given = [name for name, value in overrides.items() if value is not None]
-            fixed = [name for name in given if name not in LIMITS]
-            if what is not None or quick or out is not None or fixed:
+            given = {name for name, value in overrides.items() if value is not None}
+            if what is not None or quick or out is not None or given - set(LIMITS):
                 raise typer.BadParameter(
                     "a resumed comparison keeps its settings; only the length of its runs can be "
                     "changed: --epochs, --time",
                     param_hint="--resume",
                 )
-            _resume(resume, overrides, data_dir)
-            return
-        if what is None:
+            comparison = settings.read_specification(resume)
+            longer = settings.with_overrides(comparison, overrides)
+            if longer != comparison:
+                settings.replace_specification(resume, longer)
+            _run(longer, resume, data_dir, new=False)
+        elif what is not None:
+            _start(what, quick, overrides, out, data_dir)
+        else:
             raise typer.BadParameter(
-                f"name a preset ({', '.join(preset_names())}) or a .toml file",
+                f"name a preset ({', '.join(settings.preset_names())}) or a .toml file",
                 param_hint="PRESET|FILE.toml",
             )
-        _start(what, quick, overrides, out, data_dir)
 
 
 @with_options(parameter(OPTIONS[name], panel="Options", defaults={}) for name in ("epochs", "seed"))
@@ -106,21 +103,14 @@ def demo(
 def _start(
     what: str, quick: bool, overrides: Mapping[str, Any], out: Path | None, data_dir: Path | None
 ) -> None:
-    comparison = read_comparison(what, quick=quick, overrides=overrides)
+    comparison = settings.read_comparison(what, quick=quick, overrides=overrides)
     name = Path(what).stem + ("-quick" if quick else "")
     _run(comparison, out or screen.free_path(Path("runs") / name), data_dir, new=True)
 
 
-def _resume(folder: Path, overrides: Mapping[str, Any], data_dir: Path | None) -> None:
-    """Continue a comparison that was interrupted, or one that is to become longer."""
-    comparison = read_specification(folder)
-    longer = with_overrides(comparison, overrides)
-    if longer != comparison:
-        replace_specification(folder, longer)
-    _run(longer, folder, data_dir, new=False)
-
-
-def _run(comparison: Comparison, folder: Path, data_dir: Path | None, *, new: bool) -> None:
+def _run(
+    comparison: settings.Comparison, folder: Path, data_dir: Path | None, *, new: bool
+) -> None:
     """Run to the end and publish the results, or until interrupted."""
     data = load(next(iter(comparison.candidates().values()))[0].data, data_dir)
     displays: dict[ComparedRun, screen.RunDisplay] = {}
@@ -134,7 +124,7 @@ def _run(comparison: Comparison, folder: Path, data_dir: Path | None, *, new: bo
         runner = ComparisonRunner(comparison, folder, data, show, interrupted)
         if new:
             runner.check()
-            write_specification(folder, comparison)
+            settings.write_specification(folder, comparison)
         for run in runner.runs:
             displays[run] = screen.RunDisplay(progress, run.label, run.config, f"{run.label} ")
             if run.path.exists() and (end := run.record().end):

@@ -8,17 +8,10 @@ from typing import Annotated
 import typer
 
 from kfc.lab.cli.screen import as_table, clear_errors, console, say
-from kfc.lab.data.catalogue import CATALOGUE, NAMES, Entry
-from kfc.lab.data.loading import (
-    check_entry,
-    data_folder,
-    decoded_already,
-    load,
-    whereabouts,
-)
+from kfc.lab.data.catalogue import CATALOGUE, NAMES
+from kfc.lab.data.loading import check_entry, data_folder, decoded_already, load, whereabouts
 
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
-HEADER = ("name", "train+test", "shape", "decoded", "here", "sources")
 
 
 @data_app.callback()
@@ -67,22 +60,16 @@ def list_sets(data_dir: DataDir = None) -> None:
     """
     with clear_errors():
         folder = data_folder(data_dir)
-        rows = [HEADER, *(_row(entry, folder) for entry in CATALOGUE.values())]
+        rows = [("name", "train+test", "shape", "decoded", "here", "sources")]
+        for entry in CATALOGUE.values():
+            here = decoded_already(entry, folder)
+            train, test = (len(here.train), len(here.test)) if here else (entry.train, entry.test)
+            shape, size = "x".join(map(str, entry.shape)), entry.example_bytes * (train + test)
+            counts, megabytes = f"{train:,}+{test:,}", f"{size / 1e6:,.1f} MB"
+            place, sources = whereabouts(entry, folder), ", ".join(entry.sources)
+            rows.append((entry.name, counts, shape, megabytes, place, sources))
         console.print(as_table(rows, compact=True, justify="left"), highlight=False)
         say(str(folder))
-
-
-def _row(entry: Entry, folder: Path) -> tuple[str, ...]:
-    here = decoded_already(entry, folder)
-    train, test = (len(here.train), len(here.test)) if here else (entry.train, entry.test)
-    return (
-        entry.name,
-        f"{train:,}+{test:,}",
-        "x".join(map(str, entry.shape)),
-        f"{entry.example_bytes * (train + test) / 1e6:,.1f} MB",
-        whereabouts(entry, folder),
-        ", ".join(entry.sources),
-    )
 
 
 @data_app.command()

@@ -47,10 +47,10 @@ def clear_errors() -> Iterator[None]:
     try:
         yield
     except EXPECTED_ERRORS as error:
-        fail(_of_rank(Launch.from_environment().rank, error), _code(type(error)))
+        fail(str(error), _code(type(error)), Launch.from_environment().rank)
     except RanksFailedError as failure:
         if failure.error is not None:
-            complain(_of_rank(failure.rank, failure.error))
+            complain(str(failure.error), failure.rank)
         with suppress(CollectiveError):  # of a rank that did not wait
             failure.part()
         raise typer.Exit(_code(failure.kind)) from failure
@@ -62,10 +62,6 @@ def clear_errors() -> Iterator[None]:
         fail("interrupted", INTERRUPTED)
 
 
-def _of_rank(rank: int, error: Exception) -> str:
-    return f"rank {rank}: {error}" if rank else str(error)
-
-
 def _code(error: type[Exception]) -> int:
     return USAGE if issubclass(error, (ConfigError, NetworkError)) else FAILED
 
@@ -75,15 +71,16 @@ def say(message: str, style: str | None = None, on: Console = console) -> None:
     on.print(message, style=style, markup=False, emoji=False, soft_wrap=True, highlight=False)
 
 
-def fail(message: str, code: int) -> None:
+def fail(message: str, code: int, rank: int = 0) -> None:
     """Print an error message and exit."""
-    complain(message)
+    complain(message, rank)
     raise typer.Exit(code)
 
 
-def complain(message: str) -> None:
-    """Print an error message."""
-    errors.print(f"[red]Error:[/red] {escape(message)}", soft_wrap=True, highlight=False)
+def complain(message: str, rank: int = 0) -> None:
+    """Print an error message, with the rank unless it is 0."""
+    place = f"rank {rank}: " if rank else ""
+    errors.print(f"[red]Error:[/red] {place}{escape(message)}", soft_wrap=True, highlight=False)
 
 
 @contextmanager

@@ -26,11 +26,11 @@ from kfc.lab.config import (
     config_from_dict,
     make_config,
 )
-from kfc.lab.data import Dataset, load
+from kfc.lab.data import load
 from kfc.lab.optimizers import all_optimizer_options
 from kfc.lab.options import duration
 from kfc.lab.processes.ranks import Launch, failing_together, joined
-from kfc.lab.runs import RemoteFolder, RunError, RunFolder, is_of_job, read_record
+from kfc.lab.runs import Record, RemoteFolder, RunError, RunFolder, is_of_job, read_record
 from kfc.lab.training import Trainer
 
 DEFAULT_TIMEOUT = 300.0
@@ -140,7 +140,7 @@ def _plan_to_start(config: RunConfig, out: Path | None, launch: Launch) -> Plan:
     for path in [out] if out else takewhile(Path.exists, screen.numbered(default)):
         # Each machine counts restarts for itself; but another job may have the same name later.
         if is_of_job(path, config, launch.job) and (launch.restarted or not read_record(path).end):
-            _refuse_diverged(path, launch)
+            _refuse_diverged(read_record(path), launch)
             return Plan(path, config, RunFolder(path), restarted=True)
     return Plan(out or screen.free_path(default), config, None)
 
@@ -148,8 +148,9 @@ def _plan_to_start(config: RunConfig, out: Path | None, launch: Launch) -> Plan:
 def _plan_to_continue(path: Path, limits: list[Any], launch: Launch) -> Plan:
     folder = RunFolder(path)
     config = folder.config.with_limits(*limits)
-    _refuse_diverged(path, launch)
-    rows = read_record(path).evaluations
+    record = read_record(path)
+    _refuse_diverged(record, launch)
+    rows = record.evaluations
     if not launch.restarted and rows and config.fraction_done(last := rows[-1]) > 1:
         position = f"epoch {last['epoch']:.4g}, update {last['update']}, {last['seconds']:.1f} s"
         raise RunError(f"{path} is already beyond that: at {position}")
@@ -171,16 +172,18 @@ def _shared(plan: Plan | None, ranks: Ranks) -> Plan:
     return Plan(path, config, folder)
 
 
-def _refuse_diverged(path: Path, launch: Launch) -> None:
+def _refuse_diverged(record: Record, launch: Launch) -> None:
     """Raise ``RunError`` if torchrun has restarted a run that would diverge again."""
-    end = read_record(path).end if launch.restarted else None
-    if end is not None and end["reason"] == "diverged":
-        raise RunError(f"{path} has diverged and is not continued: {end['message']}")
+    if launch.restarted and record.end is not None and record.end["reason"] == "diverged":
+        raise RunError(f"{record.path} has diverged and is not continued: {record.end['message']}")
 
 
 def _run(plan: Plan, data_dir: Path | None, launch: Launch, ranks: Ranks) -> Trainer:
     """Train to the end, or until interrupted."""
-    dataset = _load(plan.config, data_dir, launch, ranks)
+    with failing_together(ranks):  # only the first process of each machine downloads the data
+        dataset = load(plan.config.data, data_dir) if launch.local_rank == 0 else None
+    with failing_together(ranks):
+        dataset = dataset or load(plan.config.data, data_dir, progress=False)
     silent = ranks.rank > 0
     if silent:  # all ranks have the same warnings
         warnings.simplefilter("ignore")
@@ -203,14 +206,6 @@ def _run(plan: Plan, data_dir: Path | None, launch: Launch, ranks: Ranks) -> Tra
         finally:
             trainer.close()
     return trainer
-
-
-def _load(config: RunConfig, data_dir: Path | None, launch: Launch, ranks: Ranks) -> Dataset:
-    """Load the data; only the first process of each machine downloads it."""
-    with failing_together(ranks):
-        dataset = load(config.data, data_dir) if launch.local_rank == 0 else None
-    with failing_together(ranks):
-        return dataset or load(config.data, data_dir, progress=False)
 
 
 def _print_end(trainer: Trainer, launch: Launch) -> int:
