@@ -181,15 +181,8 @@ class ModelCurvature:
                 layer, role = self._layer_of[name]
                 by_layer.setdefault(layer, {})[role] = name
         products: dict[str, Tensor] = {}
-        incomplete: dict[str, dict[str, Tensor]] = {}
-        for layer, names in by_layer.items():
-            natural = self._solve_layer(layer, names, vectors)
-            if self._reducer.is_everywhere(layer):
-                products |= _replace_(vectors, natural)
-            else:
-                incomplete[layer] = natural
-        self._reducer.complete_(incomplete)
-        for natural in incomplete.values():
+        found = ((layer, self._solve_layer(layer, by_layer[layer], vectors)) for layer in by_layer)
+        for natural in self._reducer.completed(found):
             products |= _replace_(vectors, natural)
         plain = {name: vector for name, vector in vectors.items() if name not in products}
         return products | inner_products(plain, plain)

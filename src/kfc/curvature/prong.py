@@ -4,7 +4,7 @@ from torch import Tensor
 
 from kfc.curvature.kronecker import Factors, Inverse, Shape
 from kfc.curvature.statistics import LayerStatistics, Moment
-from kfc.curvature.sua import PixelStatistics, SUACurvature, expanded_factor
+from kfc.curvature.sua import PixelStatistics, SUACurvature
 
 
 class PRONGCurvature(SUACurvature):
@@ -26,13 +26,13 @@ class PRONGCurvature(SUACurvature):
     def factor_shapes(self) -> tuple[Shape, Shape]:
         return super().factor_shapes()[0], (self.layer.groups, self.layer.factor_sizes()[1])
 
-    def derivative_shape(self) -> Shape:
-        return (self.layer.groups, 1)
+    def running_shapes(self) -> tuple[Shape, ...]:
+        return (*super().running_shapes()[:2], (self.layer.groups, 1))
 
     def factors_of(self, running: tuple[Tensor, ...]) -> Factors:
         pixel, counts, level = running
         derivative = level.expand(-1, self.layer.factor_sizes()[1])
-        return Factors(expanded_factor(pixel, counts, self.layer.offsets), derivative)
+        return super().factors_of((pixel, counts, derivative))
 
 
 class _WhiteStatistics(PixelStatistics):

@@ -33,11 +33,7 @@ class SUACurvature(KroneckerCurvature):
         size = 1 + (columns // layer.offsets if "weight" in trained else 0)
         pixel: Shape = (layer.groups, size) if wide else (layer.groups, size, size)
         side = ("bias" in trained) + layer.offsets * ("weight" in trained)
-        return pixel, (side, side), self.derivative_shape()
-
-    def derivative_shape(self) -> Shape:
-        """Return the shape of the running average that Γ is computed from."""
-        return self.factor_shapes()[1]
+        return pixel, (side, side), self.factor_shapes()[1]
 
     def factors_of(self, running: tuple[Tensor, ...]) -> Factors:
         pixel, counts, derivative = running

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from kfc.distributed.inverses import RemoteInverse, layer_size, pack_inverse, un
 from kfc.distributed.options import Parallel
 from kfc.distributed.placement import Placement, place
 from kfc.distributed.ranks import Ranks, join_ranks
-from kfc.distributed.reducer import Reducer
+from kfc.distributed.reducer import Gradients, Reducer
 from kfc.fisher.likelihoods import Likelihood
 from kfc.schedule import is_due
 from kfc.statistics.generator import OwnGenerator
@@ -200,12 +200,16 @@ class RankReducer(Reducer):
     def is_everywhere(self, name: str) -> bool:
         return not self._placements[name].kept
 
-    def complete_(self, natural: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def completed(self, natural: Iterable[tuple[str, Gradients]]) -> Iterator[Gradients]:
+        held: list[Gradients] = []
         theirs: dict[int, list[Tensor]] = {}
-        for name, by_parameter in natural.items():
+        for name, gradients in natural:
             owner, kept = self._placements[name]
-            if kept and owner is not None:
-                theirs.setdefault(owner, []).extend(by_parameter.values())
+            if owner is None or not kept:
+                yield gradients
+                continue
+            held.append(gradients)
+            theirs.setdefault(owner, []).extend(gradients.values())
         messages = [
             (tensors, self._ranks.start_broadcast(tensors, owner, "natural gradients"))
             for owner, tensors in theirs.items()
@@ -213,3 +217,4 @@ class RankReducer(Reducer):
         for tensors, message in messages:
             for tensor, arrived in zip(tensors, message.wait(), strict=True):
                 tensor.copy_(arrived)
+        yield from held

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from kfc.curvature.statistics import BatchStatistics
     from kfc.fisher.likelihoods import Likelihood
     from kfc.statistics.generator import OwnGenerator
+
+# Gradients of a layer, by parameter name.
+Gradients = dict[str, Tensor]
 
 
 class Reducer:
@@ -160,5 +163,11 @@ class Reducer:
         """Return whether every rank has the layer's inverse."""
         return True
 
-    def complete_(self, natural: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Fill in the natural gradients of layers whose inverse another rank holds."""
+    def completed(self, natural: Iterable[tuple[str, Gradients]]) -> Iterator[Gradients]:
+        """Yield natural gradients, those of layers whose inverse another rank holds last.
+
+        Args:
+            natural: pairs of a layer's name and its natural gradients, by parameter name.
+        """
+        for _, gradients in natural:
+            yield gradients

@@ -151,7 +151,9 @@ class Collector:
             if recorded.calls and selected.requires_grad:
                 self._gather(selected, recorded)
             if self._due and not self._estimating and self._fisher != "empirical":
-                self._send()
+                start = now(self._clock_device)
+                self._reducer.send_(self._batch, self._wanted())
+                self.spent += now(self._clock_device) - start
         self._reducer.watch(selected)
 
     def _gather(self, selected: Tensor, recorded: RecordedPass) -> None:
@@ -211,11 +213,6 @@ class Collector:
                 alone = torch.zeros_like(column)
                 alone[example] = column[example]
                 yield alone
-
-    def _send(self) -> None:
-        start = now(self._clock_device)
-        self._reducer.send_(self._batch, self._wanted())
-        self.spent += now(self._clock_device) - start
 
     # The step
 
