@@ -18,12 +18,12 @@ from kfc.lab.cli.screen import say
 from kfc.lab.cli.train import train
 from kfc.lab.processes.ranks import Launch
 
-# torchrun ends the other processes as soon as one has ended, perhaps before its message.
+# torchrun ends all processes as soon as one has ended, so rank 0 needs time for its message.
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
 
 
-class OneVoice(TyperGroup):
-    """A command that prints usage errors on rank 0 only, if there are several processes."""
+class RankZeroGroup(TyperGroup):
+    """A command group that prints usage errors on rank 0 only."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         if Launch.from_environment().rank == 0:
@@ -31,7 +31,7 @@ class OneVoice(TyperGroup):
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except Exception as error:
-            # A usage error of click, or of the copy of click in newer versions of typer.
+            # Usage errors have an exit code. Newer versions of typer contain a copy of click.
             if not hasattr(error, "exit_code"):
                 raise
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
@@ -40,7 +40,7 @@ class OneVoice(TyperGroup):
 
 
 app = typer.Typer(
-    cls=OneVoice,
+    cls=RankZeroGroup,
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},

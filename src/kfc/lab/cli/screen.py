@@ -50,8 +50,8 @@ def clear_errors() -> Iterator[None]:
         fail(str(error), _code(type(error)), Launch.from_environment().rank)
     except RanksFailedError as failure:
         if failure.error is not None:
-            complain(str(failure.error), failure.rank)
-        with suppress(CollectiveError):  # of a rank that did not wait
+            print_error(str(failure.error), failure.rank)
+        with suppress(CollectiveError):  # raised if another rank has already ended
             failure.part()
         raise typer.Exit(_code(failure.kind)) from failure
     except CollectiveError as error:
@@ -73,11 +73,11 @@ def say(message: str, style: str | None = None, on: Console = console) -> None:
 
 def fail(message: str, code: int, rank: int = 0) -> None:
     """Print an error message and exit."""
-    complain(message, rank)
+    print_error(message, rank)
     raise typer.Exit(code)
 
 
-def complain(message: str, rank: int = 0) -> None:
+def print_error(message: str, rank: int = 0) -> None:
     """Print an error message, with the rank unless it is 0."""
     place = f"rank {rank}: " if rank else ""
     errors.print(f"[red]Error:[/red] {place}{escape(message)}", soft_wrap=True, highlight=False)

@@ -221,5 +221,5 @@ def _print_end(trainer: Trainer, launch: Launch) -> int:
     else:
         message, code = f"Run: {path}\nPage: kfc report {quote(str(path))}", 0
     if launch.rank == 0:
-        (screen.complain if code == screen.DIVERGED else screen.say)(message)
+        (screen.print_error if code == screen.DIVERGED else screen.say)(message)
     return code

@@ -174,11 +174,11 @@ def _fisher_norm_rows(record: Record) -> list[Json]:
     evaluations = [
         {"update": row["update"], **(row.get("diagnostics") or {})} for row in record.evaluations
     ]
-    frequent, seldom = (
+    frequent, rare = (
         [row for row in rows if row.get("fisher_norm") is not None]
         for rows in (record.progress, evaluations)
     )
-    return frequent or seldom
+    return frequent or rare
 
 
 def _limit_line(limit: float, last_update: int) -> Json:
