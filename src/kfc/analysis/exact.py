@@ -222,6 +222,14 @@ class IndependentBlock(Block):
             derivative += torch.einsum("rmgti,rmgui->gtu", derivatives, derivatives)
         return float((activation * derivative).sum()) / self.record.examples**2
 
+    def dense(self) -> Tensor:
+        record, total = self.record, self.like.new_zeros(self.size, self.size)
+        for example in range(record.examples):  # faster than products with unit vectors
+            activations = record.activation_rows(slice(example, example + 1))
+            gradients = (self._derivatives.mT @ activations).mT.flatten(1)
+            total.addmm_(gradients.mT, gradients)
+        return total / record.examples**2
+
 
 def _over_rows(values: Tensor) -> Tensor:
     """Return (examples, groups, |T|, k) as (groups, examples · |T|, k)."""

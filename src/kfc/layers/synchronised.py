@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def synchronising_group(module: nn.Module) -> dist.ProcessGroup | None:
-    """Return the ranks whose examples the module normalises together, or ``None`` if it is one."""
+    """Return the ranks that the module normalises together; ``None`` if it does so on its own."""
     if not (isinstance(module, nn.SyncBatchNorm) and module.training):
         return None
     if not (dist.is_available() and dist.is_initialized()):
