@@ -127,6 +127,34 @@ def test_files_and_functions_are_short(path):
         assert count <= MOST_ARGUMENTS, f"{where} has {count} arguments"
 
 
+# Assignments to attributes that are not fields of another object of ours.
+ALLOWED = (
+    "self._thread.",  # threading.local
+    "_thread.",
+    "self._state.",  # the clip's own record
+    "state.",
+    "ctx.",  # torch.autograd.Function
+    "weight.grad",
+    "matrix.grad",
+    "call.__",  # functools
+    "table.",  # rich
+    "TEMPLATES.globals",  # jinja2
+    "_refuse_compiled.",
+)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_fields_are_assigned_by_their_own_object(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+        flat = [e for t in targets for e in (t.elts if isinstance(t, ast.Tuple) else [t])]
+        for target in flat:
+            if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store):
+                text = ast.unparse(target)
+                own = re.fullmatch(r"(self|cls)\.\w+", text)
+                assert own or text.startswith(ALLOWED), f"line {target.lineno} assigns {text}"
+
+
 def test_import_needs_torch_alone():
     blocked = (
         *("numpy", "scipy", "sklearn", "PIL", "pooch", "pandas"),

@@ -23,9 +23,12 @@ LONGEST_PERIOD = 200
 class Stretch:
     """A period that starts at 1 and grows with the run, up to a limit.
 
-    Curvature changes fastest at the start. Every step is due until step ``2 * pace - 1``, then
-    every ``step // pace``-th, so that nothing is older than about 1/pace of the run, nor older than
-    ``limit`` steps.
+    Curvature changes fastest at the start. The period is 1 up to step ``2 * pace - 1``, then
+    ``step // pace``, so that nothing in use is older than about 1/pace of the run.
+
+    Args:
+        limit: the longest period, in steps.
+        pace: how slowly the period grows.
     """
 
     limit: int
@@ -49,7 +52,7 @@ class Periods:
 
     Args:
         statistics: T_s, the period of the factors' statistics: a number or a :class:`Stretch`.
-        inverse: T_f, the period of the inverses, likewise.
+        inverse: T_f, the period of the inverses: a number or a :class:`Stretch`.
     """
 
     statistics: Period = Stretch(10)
@@ -64,16 +67,18 @@ class Periods:
 class Budget:
     """Periods chosen so that curvature adds at most ``overhead`` to the time of a step.
 
-    The first six steps are measured; then the shortest periods follow that satisfy
+    The first six steps are measured. Then the shortest periods are chosen that satisfy
 
         every_step + statistics / T_s + inverses / T_f  ≤  overhead · plain
 
-    (the paper's appendix A.3 does this by hand). ``diagnostics["periods"]`` shows the choice.
+    where ``statistics`` and ``inverses`` are the times of one refresh, ``every_step`` is the time
+    of the other work on curvature and ``plain`` that of a step without curvature. (Appendix A.3 of
+    the paper does this by hand.) ``diagnostics["periods"]`` shows the choice.
 
     Args:
         overhead: the allowed overhead relative to a step without curvature: 0.25 for a quarter.
-        statistics: T_s, if it should not be chosen.
-        inverse: T_f, if it should not be chosen.
+        statistics: a fixed period T_s; ``None``: chosen.
+        inverse: a fixed period T_f; ``None``: chosen.
     """
 
     overhead: float = 0.25

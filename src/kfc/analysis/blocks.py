@@ -40,14 +40,12 @@ class Block(ABC):
     Attributes:
         shape: the shape (groups, I, n) of vectors.
         like: a tensor with the dtype and the device of vectors.
-        tolerance: the relative residual of solutions that are found by products alone.
     """
 
     def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
         groups, rows, columns = shape
         self.shape = (groups, rows, columns)
         self.like = like
-        self.tolerance = 1e-6
 
     @property
     def size(self) -> int:
@@ -58,13 +56,15 @@ class Block(ABC):
     def product(self, vector: Tensor) -> Tensor:
         """Return the block times one or more vectors, (..., groups, I, n)."""
 
-    def solve(self, vector: Tensor, damping: float) -> Tensor:
-        """Return (block + damping · I)⁻¹ times one or more vectors."""
+    def solve(self, vector: Tensor, damping: float, tolerance: float = 1e-6) -> Tensor:
+        """Return (block + damping · I)⁻¹ times one or more vectors.
+
+        Args:
+            tolerance: the relative residual, if the solution is found by products alone.
+        """
         require_number("damping", damping, positive=True)
         solutions = [
-            conjugate_gradients(
-                lambda v: self.product(v) + damping * v, right, tolerance=self.tolerance
-            )
+            conjugate_gradients(lambda v: self.product(v) + damping * v, right, tolerance=tolerance)
             for right in vector.reshape(-1, *self.shape)
         ]
         return torch.stack(solutions).reshape(vector.shape)
@@ -154,7 +154,7 @@ class DiagonalBlock(Block):
     def product(self, vector: Tensor) -> Tensor:
         return self._scaled(vector, self.diagonal)
 
-    def solve(self, vector: Tensor, damping: float) -> Tensor:
+    def solve(self, vector: Tensor, damping: float, tolerance: float = 1e-6) -> Tensor:
         return self._scaled(vector, reciprocal(self.diagonal, damping))
 
     def _scaled(self, vector: Tensor, scale: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class KroneckerBlock(Block):
     def product(self, vector: Tensor) -> Tensor:
         return self.factors.derivative @ vector @ self.factors.activation
 
-    def solve(self, vector: Tensor, damping: float) -> Tensor:
+    def solve(self, vector: Tensor, damping: float, tolerance: float = 1e-6) -> Tensor:
         return self._decomposed.solve(in_widest(vector), damping).to(vector)
 
     def trace(self) -> float:
@@ -209,7 +209,7 @@ class UnitBlock(Block):
         image: Tensor = torch.einsum("gimn,...gin->...gim", self.units, vector)
         return image
 
-    def solve(self, vector: Tensor, damping: float) -> Tensor:
+    def solve(self, vector: Tensor, damping: float, tolerance: float = 1e-6) -> Tensor:
         require_number("damping", damping)
         damped = in_widest(self.units).clone()
         damped.diagonal(dim1=-2, dim2=-1).add_(damping)

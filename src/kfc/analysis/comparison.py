@@ -190,7 +190,6 @@ def compare_blocks(
     tell = progress or (lambda layer, step: None)
     tell(record.name, "exact block")
     exact = ExactBlock(record, max_gib)
-    exact.tolerance = SOLUTION_TOLERANCE
     reference = _Reference(exact, gradient, damping, probes, seed)
     qualities, left_out = {}, {}
     for name in names:
@@ -201,7 +200,6 @@ def compare_blocks(
             if needed > max_gib:
                 raise TooLargeError(f"it needs {needed:.1f} GiB, more than {max_gib:g}")
             block = approximation.build(record)
-            block.tolerance = SOLUTION_TOLERANCE
             qualities[name] = reference.quality(block)
         except (TooLargeError, UnsolvableError) as error:
             left_out[name] = str(error)
@@ -228,7 +226,7 @@ class _Reference:
         self.damping = damping
         self.trace = exact.trace()
         self.norm = exact.operator_norm()
-        self.natural = exact.solve(gradient, damping)
+        self.natural = exact.solve(gradient, damping, SOLUTION_TOLERANCE)
         self.start = random_start(exact.shape, exact.like, seed + 2)
         self.is_small = exact.size <= DENSE_SIZE
         if self.is_small:
@@ -250,7 +248,7 @@ class _Reference:
         self.vectors, self.images = vectors, self.exact.product(vectors)
 
     def quality(self, block: Block) -> Quality:
-        natural = block.solve(self.gradient, self.damping)
+        natural = block.solve(self.gradient, self.damping, SOLUTION_TOLERANCE)
         spectrum = block.spectrum()
         norm = block.operator_norm() if spectrum is not None else 0.0
         return Quality(

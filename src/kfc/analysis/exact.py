@@ -129,9 +129,9 @@ class ExactBlock(Block):
     def spectrum(self) -> Tensor | None:
         return self._eigen[0].clamp(min=0).flip(0) if self.is_decomposable() else None
 
-    def solve(self, vector: Tensor, damping: float) -> Tensor:
+    def solve(self, vector: Tensor, damping: float, tolerance: float = 1e-6) -> Tensor:
         if not self.is_decomposable():
-            return super().solve(vector, damping)
+            return super().solve(vector, damping, tolerance)
         values, basis = self._eigen
         if self._is_tall():
             rotated = vector.mT.flatten(-3).to(basis) @ basis

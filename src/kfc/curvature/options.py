@@ -21,14 +21,7 @@ InverseKind = Literal["factored", "eigen"]
 
 @dataclass(frozen=True, kw_only=True)
 class Approximation(ABC):
-    """What all approximations have in common.
-
-    Args:
-        fisher: the targets of the Fisher matrix: ``"sampled"`` from the model (one draw), the
-            ``"exact"`` expectation over them, or ``"empirical"``, the targets of the data, taken
-            from the user's own backward pass.
-        factor_decay: ξ, the weight of the old value in the moving averages.
-    """
+    """An approximation of the Fisher matrix with its options; see :class:`Kronecker`."""
 
     fisher: FisherKind = "sampled"
     factor_decay: float = 0.95
@@ -62,10 +55,13 @@ class Approximation(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Kronecker(Approximation):
-    """KFC: Ω ⊗ Γ with the second moments of patches and of derivatives (Theorem 2).
+    """Ω ⊗ Γ, the second moments of patches and of derivatives (Theorem 2).
 
     Args:
-        fisher, factor_decay: see above.
+        fisher: the targets of the Fisher matrix: ``"sampled"`` from the model (one draw), the
+            ``"exact"`` expectation over them, or ``"empirical"``, the targets of the data, taken
+            from the user's own backward pass.
+        factor_decay: ξ, the weight of the old value in the moving averages.
         inverse: ``"factored"`` damps each factor (Cholesky decompositions); ``"eigen"`` adds the
             damping to the products of eigenvalues exactly.
         max_factor_size: wider factors keep their diagonal only.
@@ -92,7 +88,10 @@ class Kronecker(Approximation):
 
 @dataclass(frozen=True, kw_only=True)
 class SUA(Kronecker):
-    """Kronecker factors as if activations at distinct locations were uncorrelated."""
+    """Kronecker factors that assume uncorrelated activations at distinct locations.
+
+    The arguments are those of :class:`Kronecker`.
+    """
 
     name: ClassVar[str] = "sua"
     curvature: ClassVar[type[KroneckerCurvature]] = SUACurvature
@@ -100,7 +99,10 @@ class SUA(Kronecker):
 
 @dataclass(frozen=True, kw_only=True)
 class PRONG(Kronecker):
-    """SUA with white derivatives besides: Γ = c I (Theorem 4)."""
+    """Kronecker factors as in SUA, with derivatives assumed white: Γ = c I (Theorem 4).
+
+    The arguments are those of :class:`Kronecker`.
+    """
 
     name: ClassVar[str] = "prong"
     curvature: ClassVar[type[KroneckerCurvature]] = PRONGCurvature
@@ -113,7 +115,7 @@ class EKFAC(Approximation):
     The damping is added to these moments exactly.
 
     Args:
-        fisher, factor_decay: see above.
+        fisher, factor_decay: as in :class:`Kronecker`.
         max_factor_size: wider factors keep their diagonal only.
     """
 

@@ -15,7 +15,7 @@ PLACEMENTS = get_args(PlacementKind)
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How the work is divided between ranks, and whether inverses are computed asynchronously.
+    """Options for dividing the work between ranks, and for asynchronous inverses.
 
     Args:
         group: the process group of the ranks that train the model together, each on its part of
@@ -25,13 +25,13 @@ class Parallel:
             the others; ``"replicated"``: every rank; ``"gradients"``: one rank, which keeps it and
             sends natural gradients; ``"auto"``: the cheapest of these for each layer.
         asynchronous: compute inverses in a thread on the CPU; a later step applies them.
-        max_staleness: how many steps old asynchronous inverses may be when they are applied; then
-            the step waits for them. By default the inverse period in force.
+        max_staleness: the largest age in steps of asynchronous inverses when they are applied. A
+            step waits for inverses that would become older. By default the current inverse period.
         deterministic: apply asynchronous inverses exactly ``max_staleness`` steps after they were
-            due. Several ranks always do.
-        consistency_period: check every this many steps that all ranks have the same parameters,
-            factors and inverses, bit for bit. ``None``: check parameters and gradients in the
-            first step only.
+            due. This is always the case with several ranks.
+        consistency_period: the number of steps between checks that all ranks have the same
+            parameters, factors and inverses, bit for bit. ``None``: check parameters and gradients
+            in the first step only, and in the first step after loading a state dict.
     """
 
     group: Group = "auto"

@@ -21,6 +21,10 @@ class Costs:
         self._updates = 0
         self._curvature_before: dict[str, float] = {}
 
+    def resume_at(self, training_seconds: float) -> None:
+        """Continue from the training time of an earlier part of the run."""
+        self.training_seconds = training_seconds
+
     @contextmanager
     def measured(self, part: str) -> Iterator[None]:
         """Add the time spent within the context to a part."""

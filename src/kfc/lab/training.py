@@ -344,6 +344,6 @@ class Trainer:
             self._last_log = tuple(state["last_log"])
             self.last_evaluation = state["last_evaluation"]
         self._saved_at = self.seconds
-        self._costs.training_seconds = self.seconds
+        self._costs.resume_at(self.seconds)
         if reason := self._reached_limit():
             self._end(reason)

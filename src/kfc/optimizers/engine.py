@@ -33,7 +33,7 @@ MOST_SKIPPED_IN_A_ROW = 10
 class Engine:
     """Statistics, inverses and natural gradients of one model.
 
-    A step calls, in this order, :meth:`begin_step`, :meth:`update`, :meth:`refresh_inverses`,
+    A step calls, in this order, :meth:`begin_step`, :meth:`update_`, :meth:`refresh_inverses`,
     :meth:`solve_` and :meth:`end_step`, or :meth:`skip_step` instead of the rest.
 
     Args:
@@ -180,8 +180,8 @@ class Engine:
         self.skip_step(quietly=overflow is not None and bool(overflow))
         return False
 
-    def update(self, batch: BatchStatistics, *, may_skip: bool = False) -> None:
-        """Average the batch's statistics into the factors (T_s).
+    def update_(self, batch: BatchStatistics, *, may_skip: bool = False) -> None:
+        """Average the batch's statistics into the factors (T_s); this uses up the batch.
 
         Args:
             may_skip: whether the step may still be skipped; only then is the memory of the factors

@@ -144,7 +144,7 @@ class KFAC(CurvatureOptimizer):
             return
 
         # Appendix A.2
-        engine.update(batch, may_skip=True)  # moving averages of Ω and Γ (eqn 33)
+        engine.update_(batch, may_skip=True)  # moving averages of Ω and Γ (eqn 33)
         engine.refresh_inverses(self._damping, at_once=choosing)  # damped by γ²
         gradient = self._add_weight_decay(gradients)  # ∇h: gradient of the loss, plus decay
         previous = self._previous(gradient)

@@ -117,7 +117,7 @@ class KFC(CurvatureOptimizer):
         may_skip = self._clip is not None and self._clip.is_due()
 
         # Algorithm 1
-        self.engine.update(batch, may_skip=may_skip)  # T_s: moving averages of Ω and Γ (eqn 33)
+        self.engine.update_(batch, may_skip=may_skip)  # T_s: moving averages of Ω and Γ (eqn 33)
         self.engine.refresh_inverses(self._layer_damping)  # T_f: (Ω ⊗ Γ)⁻¹, damped by λ + γ
         update = self._add_weight_decay(gradients)  # ∇h: gradient of the loss, plus λθ
         products = self.engine.solve_(update)  # F̂⁻¹∇h in place (eqn 11); returns ∇hᵀF̂⁻¹∇h

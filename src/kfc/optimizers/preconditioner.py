@@ -85,7 +85,7 @@ class Preconditioner(CurvatureAccess):
         if batch is None:
             self.model.zero_grad(set_to_none=True)
             return False
-        engine.update(batch)
+        engine.update_(batch)
         engine.refresh_inverses(lambda _: self.damping)
         engine.solve_(gradients)
         engine.end_step()
