@@ -163,7 +163,7 @@ def test_large_and_unsolvable_approximations_are_left_out(monkeypatch):
     assert list(found.approximations) == ["kfc"]
     assert "more than 8e-06" in found.left_out["unit-wise"]
 
-    def unsolvable(self, vector, damping):
+    def unsolvable(self, vector, damping, tolerance):
         raise UnsolvableError("give a larger damping")
 
     monkeypatch.setattr("kfc.analysis.exact.IndependentBlock.solve", unsolvable)

@@ -350,7 +350,7 @@ def test_the_memory_limits_the_examples():
 
 
 def test_an_approximation_that_cannot_be_solved_is_left_out(monkeypatch):
-    def unsolvable(self, vector, damping):
+    def unsolvable(self, vector, damping, tolerance):
         raise UnsolvableError("the system was not solved")
 
     monkeypatch.setattr("kfc.analysis.exact.IndependentBlock.solve", unsolvable)

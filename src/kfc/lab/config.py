@@ -58,21 +58,21 @@ class RunConfig:
     data: str = _data(None, f"One of {', '.join(DEFAULT_NETS)}", choices=tuple(DEFAULT_NETS))
     net: str = _data(None, f"{', '.join(NETWORKS)}; or your own network as module:function")
     init: str | None = _data(
-        None, "Initial weights: paper, kaiming or glorot; by default the network's"
+        None, "Initial weights: paper, kaiming or glorot; the default depends on the network"
     )
     inputs: str = _data(
         None,
         "Pixels: centred (minus the mean image), normalised (also to unit variance) or unit (from "
-        "0 to 1); by default the network's",
+        "0 to 1); the default depends on the network",
         choices=("centred", "normalised", "unit"),
     )
     batch_size: int = _data(
-        None, "Examples in a batch of all processes; by default the optimizer's"
+        None, "Examples per batch, over all processes; the default depends on the optimizer"
     )
     train_examples: int | None = _data(None, "Train on the first N examples only")
     optimizer: str = _optimizer("kfc", f"One of {', '.join(OPTIMIZERS)}", choices=tuple(OPTIMIZERS))
     lr: float | None = _optimizer(
-        None, "Learning rate; by default the optimizer's; kfac adapts it unless it is given"
+        None, "Learning rate; the default depends on the optimizer (kfac adapts it)"
     )
     weight_decay: float | str = _optimizer(
         0.0,
@@ -82,11 +82,11 @@ class RunConfig:
         word=PAPER,
     )
     options: Mapping[str, Any] = field(default_factory=dict)
-    epochs: float | None = _length(10.0, "End after N epochs, unless another limit is given")
+    epochs: float | None = _length(10.0, "End after N epochs, unless --updates or --time is given")
     updates: int | None = _length(None, "End after N updates of the parameters")
     seconds: float | None = _length(
         None,
-        'End after this training time, without evaluations: "90s", "10m", "1.5h"',
+        'End after this training time (evaluations do not count): "90s", "10m", "1.5h"',
         flag="time",
         parse=duration,
     )

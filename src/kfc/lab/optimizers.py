@@ -97,7 +97,7 @@ class CurvatureOptions(OptimizerOptions):
         False, "Compute inverses in a thread while training continues"
     )
     max_staleness: int | None = option(
-        None, "Steps after which asynchronous inverses are applied; by default T_f"
+        None, "Largest age in steps of asynchronous inverses; by default T_f"
     )
 
     def _arguments(self, setup: Setup) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def compare(
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small version: ten minutes on two cores.")
+        bool, typer.Option("--quick", help="Run a smaller version, ten minutes on two cores.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the comparison; it must not exist.")

@@ -51,11 +51,11 @@ def inspect(
     ] = None,
     parameters: Annotated[
         str | None,
-        typer.Option(help="Of a run: averaged (the default) or raw.", rich_help_panel=PANEL),
+        typer.Option(help="Parameters of a run: averaged (default) or raw.", rich_help_panel=PANEL),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help=f"The page; by default {PAGE}, with --json none."),
+        typer.Option("--out", "-o", help=f"HTML page to write; default: {PAGE}, none with --json."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of tables, and nothing else.")
@@ -65,12 +65,12 @@ def inspect(
     ] = None,
     **values: Any,
 ) -> None:
-    """Measure which assumptions of the Fisher approximations hold, and how good they are.
+    """Test the assumptions of the Fisher approximations, and measure their accuracy.
 
-    Takes the networks of runs, or untrained ones. Prints a table of verdicts, and for each
-    layer how far each approximation is from the exact block of the Fisher matrix. Writes a
-    page with correlations over space and between maps, spectra and tables; several networks
-    are shown side by side.
+    Inspects the networks of runs, or untrained ones. Prints a table of
+    verdicts, and for each layer how far each approximation is from the exact
+    block of the Fisher matrix. Writes a page with correlations over space and
+    between maps, spectra and tables. Several networks are shown side by side.
 
     Examples:
 
@@ -87,11 +87,7 @@ def inspect(
         page = out or (None if as_json else PAGE)
         if page is not None and page.is_dir():
             raise typer.BadParameter(f"{page} is a folder; name a file", param_hint="--out")
-        chosen = {name: given.pop(name) for name in SETTINGS if name in given}
-        for name in ("layers", "approximations"):
-            if name in chosen:
-                chosen[name] = tuple(dict.fromkeys(chosen[name]))  # without repeated values
-        settings = InspectionSettings(**chosen)
+        settings = _settings({name: given.pop(name) for name in SETTINGS if name in given})
         if (threads := given.pop("threads", None)) is not None:
             OPTIONS["threads"].check(threads)
             torch.set_num_threads(threads)
@@ -102,6 +98,14 @@ def inspect(
         if page is not None:
             _require_writable(page)
         _publish(_inspect(networks, settings), page, as_json)
+
+
+def _settings(chosen: dict[str, Any]) -> InspectionSettings:
+    """Return the settings, without repeated layers and approximations."""
+    for name in ("layers", "approximations"):
+        if name in chosen:
+            chosen[name] = tuple(dict.fromkeys(chosen[name]))
+    return InspectionSettings(**chosen)
 
 
 def _networks(

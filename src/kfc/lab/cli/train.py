@@ -47,42 +47,37 @@ def train_parameters() -> Iterator[inspect.Parameter]:
                 yield parameter(shared, panel=OPTIMIZER, defaults=defaults)
 
 
+DATA_DIR = typer.Option(help="Folder of the data sets.", rich_help_panel=DATA)
+TIMEOUT = typer.Option(
+    help="Longest time that a process may wait for the others under torchrun; by default 5m.",
+    parser=parser(duration),
+    metavar="<duration>",
+    rich_help_panel=RECORDS,
+)
+OUT = typer.Option(help="Folder of the run; it must not exist.", rich_help_panel=RECORDS)
+RESUME = typer.Option(
+    help="Continue the run in this folder; only its length may be changed.",
+    rich_help_panel=RECORDS,
+)
+
+
 @with_options(train_parameters())
 def train(
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the data sets.", rich_help_panel=DATA)
-    ] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            help="Longest time that a process of torchrun may keep the others waiting; by default "
-            "5m.",
-            parser=parser(duration),
-            metavar="<duration>",
-            rich_help_panel=RECORDS,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the run; it must not exist.", rich_help_panel=RECORDS),
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            help="Continue the run in this folder; only its length may be changed.",
-            rich_help_panel=RECORDS,
-        ),
-    ] = None,
+    data_dir: Annotated[Path | None, DATA_DIR] = None,
+    timeout: Annotated[float | None, TIMEOUT] = None,
+    out: Annotated[Path | None, OUT] = None,
+    resume: Annotated[Path | None, RESUME] = None,
     **values: Any,
 ) -> None:
     """Train one network with one optimizer, and record the run in a folder.
 
-    Ctrl-C saves a checkpoint and ends. --resume continues from there, or after a crash from
-    the last checkpoint, exactly as if the run had not been interrupted.
+    Ctrl-C saves a checkpoint and ends the run. --resume continues from the
+    last checkpoint, also after a crash, as if the run had not been interrupted.
 
-    torchrun trains in several processes, each with its part of every batch: on the CPU, or
-    with --device cuda on one GPU each. With --max-restarts, torchrun restarts after a failure
-    from the last checkpoint. --resume works with any number of processes.
+    torchrun trains in several processes, each with its part of every batch:
+    on the CPU, or with --device cuda on one GPU each. With --max-restarts,
+    torchrun restarts after a failure from the last checkpoint. --resume works
+    with any number of processes.
 
     Examples:
 
@@ -97,14 +92,7 @@ def train(
       torchrun --nproc-per-node=2 --max-restarts=3 -m kfc train --data cifar10 --time 1h
     """
     given = {name: value for name, value in values.items() if value is not None}
-    fixed = [name for name in [*given, *(["out"] if out else [])] if name not in LIMITS]
-    if resume is not None and fixed:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in fixed)
-        raise typer.BadParameter(
-            f"a resumed run keeps its settings, so {options} cannot be given; only its length "
-            "can: --epochs, --updates, --time",
-            param_hint="--resume",
-        )
+    _require_settings_kept(given, out, resume)
     launch = Launch.from_environment()
     with screen.clear_errors():
         with joined(launch, timeout or DEFAULT_TIMEOUT) as ranks:
@@ -117,6 +105,18 @@ def train(
             trainer = _run(_shared(own, ranks), data_dir, launch, ranks)
             code = _print_end(trainer, launch)
         raise typer.Exit(code)
+
+
+def _require_settings_kept(given: dict[str, Any], out: Path | None, resume: Path | None) -> None:
+    """Raise an error if a setting is given for a run that is resumed."""
+    fixed = [name for name in [*given, *(["out"] if out else [])] if name not in LIMITS]
+    if resume is not None and fixed:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in fixed)
+        raise typer.BadParameter(
+            f"a resumed run keeps its settings, so {options} cannot be given; only its length "
+            "can: --epochs, --updates, --time",
+            param_hint="--resume",
+        )
 
 
 @dataclass(frozen=True)
