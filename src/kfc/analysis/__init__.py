@@ -1,4 +1,4 @@
-"""How good the approximation of the Fisher matrix is, on your network.
+"""Measures of how accurate approximations of the Fisher matrix are for a network.
 
 >>> import kfc.analysis as analysis
 >>> model.eval()

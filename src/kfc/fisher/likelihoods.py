@@ -99,7 +99,7 @@ class Likelihood(ABC):
         return 1.0 / examples if self.reduction == "batchmean" else 1.0
 
     def growth(self, part: float, whole: float) -> float:
-        """Return the curvature of the loss on ``whole`` examples relative to ``part`` of them."""
+        """Return the ratio of the loss's curvature on ``whole`` examples to that on ``part``."""
         return whole / part if self.reduction == "sum" else 1.0
 
     def sample_derivative(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
@@ -112,7 +112,7 @@ class Likelihood(ABC):
         return self._derivative_scale(outputs) * sample
 
     def derivative_columns(self, outputs: Tensor) -> Iterator[Tensor]:
-        """Yield the columns whose summed second moment is the mean of ``sample_derivative``'s."""
+        """Yield tensors whose outer products add up to the mean of ``sample_derivative``'s."""
         scale = self._derivative_scale(outputs)
         for column in self.term_columns(_at_least_float32(outputs)):
             yield scale * column

@@ -52,7 +52,7 @@ def vector_product(
     likelihood: str | Likelihood = "categorical",
     output: Output | None = None,
 ) -> Vector:
-    """Return F v, exactly.
+    """Return the product F v with the exact Fisher matrix.
 
     Args:
         model: any module, called as ``model(inputs)``, as ``model(*inputs)`` for a tuple and as

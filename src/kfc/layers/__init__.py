@@ -1,10 +1,10 @@
-"""The geometry of layers: how inputs, derivatives and weights become rows and matrices.
+"""Layer types, and how inputs, derivatives and weights are arranged as rows and matrices.
 
 Two kinds of layers have a Fisher block: those that multiply rows of their input by a matrix
 (linear and convolutional layers) and normalisation layers, which have a small block per channel.
 Every other parameter follows its plain gradient, for a reason that :class:`PlainGradient` states.
 
-To teach the library a new layer, write its geometry and register it::
+To add a layer type, subclass :class:`MatrixLayer` or :class:`LinearLayer` and register it::
 
     @kfc.layers.layer_for.register
     def _(module: MyModule) -> kfc.layers.Layer:

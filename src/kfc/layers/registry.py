@@ -28,7 +28,7 @@ class PlainGradient:
 
 @singledispatch
 def layer_for(module: nn.Module) -> Layer | PlainGradient:
-    """Return the layer that describes a module; register a function by module type to add one."""
+    """Return the layer of a module; add module types with ``@layer_for.register``."""
     return PlainGradient(f"no layer class for {type(module).__name__}")
 
 
@@ -68,7 +68,7 @@ class Plan:
 
 
 def find_layers(model: nn.Module) -> Plan:
-    """Give every parameter of the model a layer, or a reason for the plain gradient."""
+    """Assign a layer, or a reason for the plain gradient, to every parameter of the model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners = {name: m for name, m in model.named_modules() if _own_parameters(m)}
     treatments = {name: _treatment(name, module) for name, module in owners.items()}
