@@ -1,7 +1,7 @@
 """Hooks that record what flows through the layers while the model runs.
 
-A hook on the model opens a :class:`RecordedPass` if its listener wants statistics from this forward
-pass; hooks on the layers record their calls in it; a second hook on the model passes it and the
+A hook on the model opens a :class:`RecordedPass` if the collector wants statistics from this
+forward pass; hooks on the layers record their calls in it; a second hook passes it and the
 model's output to the collector. Nothing is recorded in evaluation mode, without gradients, outside
 the model's own forward (as when checkpointing recomputes a part of it), or while suspended.
 """

@@ -43,7 +43,7 @@ HEADER = tuple(name.removesuffix(" error").removesuffix(" ratio") for name in re
 )
 def inspect(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN]", help="Folders of runs.")
+        list[Path] | None, typer.Argument(metavar="RUN", help="Folders of runs.")
     ] = None,
     net: Annotated[
         list[str] | None,
