@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -20,6 +21,11 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 def widest(device: torch.device) -> torch.dtype:
     """Return the widest floating-point dtype of a device."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 at least."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def all_finite(values: Iterable[Tensor]) -> Tensor:
@@ -148,6 +154,22 @@ def keeps_graph() -> bool:
     """Return whether the running backward keeps its graph for another one; true if unknown."""
     private = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return private is None or bool(private())
+
+
+def will_reach(parameters: Iterable[Tensor]) -> bool:
+    """Return whether the running backward reaches any of the parameters; true if unknown."""
+    private = getattr(torch._C, "_will_engine_execute_node", None)
+    if private is None:
+        return True
+    for parameter in parameters:
+        if parameter.requires_grad:
+            try:
+                reached = private(get_gradient_edge(parameter).node)
+            except RuntimeError:  # torch.autograd.grad with respect to this parameter
+                return True
+            if reached:
+                return True
+    return False
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:

@@ -17,8 +17,8 @@ from kfc.analysis.blocks import DEFAULT_MAX_GIB, GIB, Block, TooLargeError, in_w
 from kfc.analysis.exact import ExactBlock
 from kfc.analysis.krylov import UnsolvableError, operator_norm, random_start
 from kfc.analysis.recording import LayerRecord, factored_layers, record_layer, run_model, unchanged
+from kfc.fisher.heads import Output
 from kfc.fisher.likelihoods import Likelihood
-from kfc.fisher.products import Output
 
 Progress = Callable[[str, str], None]
 

@@ -13,8 +13,8 @@ from kfc._helpers import require_number, widest
 from kfc.analysis.blocks import DEFAULT_MAX_GIB, GIB, Block, reciprocal
 from kfc.analysis.recording import LayerRecord, record_layer
 from kfc.curvature.options import Diagonal
+from kfc.fisher.heads import Output
 from kfc.fisher.likelihoods import Likelihood
-from kfc.fisher.products import Output
 
 
 def exact_block(

@@ -23,8 +23,8 @@ from kfc.fisher.calls import (
     suspended,
     without_autocast,
 )
+from kfc.fisher.heads import Output, select_output
 from kfc.fisher.likelihoods import Likelihood, resolve_likelihood
-from kfc.fisher.products import Output, select_output
 from kfc.layers import LinearLayer, MatrixLayer, find_layers, mixes_examples
 from kfc.statistics.backward import output_edge
 

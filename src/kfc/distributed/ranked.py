@@ -19,7 +19,6 @@ from kfc.distributed.options import Parallel
 from kfc.distributed.placement import Placement, place
 from kfc.distributed.ranks import Ranks, join_ranks
 from kfc.distributed.reducer import Gradients, Reducer
-from kfc.fisher.likelihoods import Likelihood
 from kfc.schedule import is_due
 from kfc.statistics.generator import OwnGenerator
 
@@ -154,11 +153,11 @@ class RankReducer(Reducer):
         self._output_is_bad = None
         self._known_bad.clear()
 
-    def mean_product(self, value: Tensor, examples: int, likelihood: Likelihood) -> Tensor:
-        own = value * (examples * likelihood.growth(examples, 1))
+    def mean_product(self, value: Tensor, examples: int, *, is_summed: bool) -> Tensor:
+        own = value if is_summed else value * examples
         both = self._ranks.start_sum([own, own.new_tensor(float(examples))], "norms").wait()
         total, count = both
-        return total * (likelihood.growth(1, count.item() / self.size) / count)
+        return total / self.size if is_summed else total / count
 
     # Numbers
 

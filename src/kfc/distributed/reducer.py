@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from kfc.curvature.kronecker import Inverse
     from kfc.curvature.layer import LayerCurvature
     from kfc.curvature.statistics import BatchStatistics
-    from kfc.fisher.likelihoods import Likelihood
     from kfc.statistics.generator import OwnGenerator
 
 # Gradients of a layer, by parameter name.
@@ -127,11 +126,12 @@ class Reducer:
     def drop(self) -> None:
         """Discard statistics that were sent, and whether values were finite."""
 
-    def mean_product(self, value: Tensor, examples: int, likelihood: Likelihood) -> Tensor:
+    def mean_product(self, value: Tensor, examples: int, *, is_summed: bool) -> Tensor:
         """Return a product with the Fisher matrix of the whole batch from that of each part.
 
         Args:
             value: the product for the loss on this rank's examples.
+            is_summed: whether the weights of terms do not depend on the number of examples.
         """
         return value
 

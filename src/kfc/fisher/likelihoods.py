@@ -4,10 +4,11 @@ From the model's outputs, a likelihood computes what the Fisher matrix needs: a 
 targets drawn from the model, the complete set of such derivatives, and products with the Fisher
 matrix of the outputs.
 
-Scale. The loss is a sum of terms, each with the same weight ``w`` (``term_weight``), so its Hessian
-in the outputs is ``R = w · (Fisher matrix of one term)``, block-diagonal over terms. Derivatives of
-the log-likelihood are multiplied by ``sqrt(w · N)``, so that their second moment, averaged over the
-N examples, is R.
+Scale. The loss is a sum of terms with weights ``c``, so its Hessian in the outputs is
+``R = c · (Fisher matrix of one term)``, block-diagonal over terms. Derivatives of the
+log-likelihood are multiplied by ``sqrt(c · N)``, so that their second moment, averaged over the N
+examples, is R. The weights are read from the loss (:mod:`kfc.fisher.reading`) or, if unknown, the
+same for all terms, as the reduction says (``term_weight``).
 """
 
 import math
@@ -18,10 +19,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kfc._helpers import require_choice, require_number
+from kfc._helpers import at_least_float32, require_choice, require_number, require_whole
+from kfc.fisher.reading import Reading, read_bernoulli, read_categorical
 
 Reduction = Literal["mean", "batchmean", "sum"]
 REDUCTIONS = ("mean", "batchmean", "sum")
+# The weights of terms: a number for all, or a tensor that broadcasts to the outputs.
+Weights = Tensor | float
 
 
 class Likelihood(ABC):
@@ -34,14 +38,24 @@ class Likelihood(ABC):
         reduction: how the loss combines its terms. ``"mean"`` divides by their number, as torch's
             losses do by default; ``"batchmean"`` sums within an example and averages over
             examples, as in the paper; ``"sum"`` only sums.
+        weight: the factor of this loss in the sum of several losses.
+
+    Where weights of terms can be read from the loss, reduction and weight have no effect.
     """
 
-    def __init__(self, reduction: Reduction = "mean") -> None:
+    def __init__(self, reduction: Reduction = "mean", *, weight: float = 1.0) -> None:
         require_choice("reduction", reduction, REDUCTIONS)
+        require_number("weight", weight, positive=True)
         self.reduction = reduction
+        self.weight = weight
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(reduction={self.reduction!r})"
+        options = [f"reduction={self.reduction!r}"]
+        options += [] if self.weight == 1 else [f"weight={self.weight:g}"]
+        return f"{type(self).__name__}({', '.join([*options, *self._own_options()])})"
+
+    def _own_options(self) -> list[str]:
+        return []
 
     # To be implemented by each distribution
 
@@ -65,6 +79,10 @@ class Likelihood(ABC):
     def term_fisher_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
         """Return the Fisher matrix of the terms times a vector shaped like the outputs."""
 
+    def read(self, outputs: Tensor, derivative: Tensor) -> Reading | None:
+        """Return the weights of the terms from the loss's derivative; ``None`` if it cannot."""
+        return None
+
     def check_shape(self, outputs: Tensor) -> None:  # noqa: B027 - any shape fits by default
         """Raise ``ValueError`` if the outputs do not fit this distribution."""
 
@@ -72,68 +90,79 @@ class Likelihood(ABC):
 
     def validate(self, outputs: Tensor) -> None:
         """Raise an error if these outputs do not define any term of the loss."""
-        if outputs.dim() == 0:
-            raise ValueError(
-                f"the model's output is a scalar, but {self!r} needs one row per example; "
-                "return the predictions from the model and compute the loss outside it"
-            )
-        if outputs.numel() == 0:
-            shape = tuple(outputs.shape)
-            raise ValueError(f"the batch is empty: the model's output has shape {shape}")
-        if not outputs.is_floating_point():
-            raise TypeError(
-                f"the model's output has dtype {outputs.dtype}, but {self!r} needs real numbers; "
-                "select the right tensor with output="
-            )
+        validate_outputs(outputs, self)
         self.check_shape(outputs)
 
     def term_weight(self, outputs: Tensor, examples: int | None = None) -> float:
-        """Return w, the weight of one term in the loss.
+        """Return the weight of one term in the loss, as the reduction says.
 
         Args:
             examples: the size of the whole batch, if the outputs belong to a part of it.
         """
         examples = examples or outputs.shape[0]
         if self.reduction == "mean":
-            return 1.0 / (examples * self.terms_per_example(outputs))
-        return 1.0 / examples if self.reduction == "batchmean" else 1.0
+            return self.weight / (examples * self.terms_per_example(outputs))
+        return self.weight / examples if self.reduction == "batchmean" else self.weight
 
-    def growth(self, part: float, whole: float) -> float:
-        """Return the ratio of the loss's curvature on ``whole`` examples to that on ``part``."""
-        return whole / part if self.reduction == "sum" else 1.0
-
-    def sample_derivative(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-        """Return sqrt(w N) · ∂ log p(targets | outputs) / ∂ outputs for one draw of the targets.
+    def sample_derivative(
+        self, outputs: Tensor, generator: torch.Generator, weights: Weights | None = None
+    ) -> Tensor:
+        """Return sqrt(c N) · ∂ log p(targets | outputs) / ∂ outputs for one draw of the targets.
 
         Targets are drawn from the model, independently at every output location, using only
         ``generator``.
-        """
-        sample = self.term_sample(_at_least_float32(outputs), generator)
-        return self._derivative_scale(outputs) * sample
 
-    def derivative_columns(self, outputs: Tensor) -> Iterator[Tensor]:
+        Args:
+            weights: c of the terms; by default as the reduction says.
+        """
+        sample = self.term_sample(at_least_float32(outputs), generator)
+        return self._derivative_scale(outputs, weights) * sample
+
+    def derivative_columns(
+        self, outputs: Tensor, weights: Weights | None = None
+    ) -> Iterator[Tensor]:
         """Yield tensors whose outer products add up to the mean of ``sample_derivative``'s."""
-        scale = self._derivative_scale(outputs)
-        for column in self.term_columns(_at_least_float32(outputs)):
+        scale = self._derivative_scale(outputs, weights)
+        for column in self.term_columns(at_least_float32(outputs)):
             yield scale * column
 
-    def fisher_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+    def fisher_product(
+        self, outputs: Tensor, vector: Tensor, weights: Weights | None = None
+    ) -> Tensor:
         """Return R, the Hessian of the loss in the outputs, times a vector like the outputs."""
-        wide, wide_vector = _at_least_float32(outputs), _at_least_float32(vector)
-        return self.term_weight(outputs) * self.term_fisher_product(wide, wide_vector)
+        wide, wide_vector = at_least_float32(outputs), at_least_float32(vector)
+        weights = self.term_weight(outputs) if weights is None else weights
+        return weights * self.term_fisher_product(wide, wide_vector)
 
-    def _derivative_scale(self, outputs: Tensor) -> float:
-        return math.sqrt(self.term_weight(outputs) * outputs.shape[0])
+    def _derivative_scale(self, outputs: Tensor, weights: Weights | None) -> Weights:
+        weights = self.term_weight(outputs) if weights is None else weights
+        scaled = weights * outputs.shape[0]
+        return scaled.sqrt() if isinstance(scaled, Tensor) else math.sqrt(scaled)
 
 
 class Categorical(Likelihood):
-    """Classes with probabilities softmax(outputs, 1), for logits (N, C) or (N, C, d1, ...).
+    """Classes with probabilities softmax(outputs, axis), for logits (N, C) or (N, C, d1, ...).
 
     Matches ``torch.nn.functional.cross_entropy``, with one term per example and location.
+
+    Args:
+        reduction, weight: see :class:`Likelihood`.
+        axis: the dimension of the classes; -1 for logits (N, ..., C).
     """
 
+    def __init__(
+        self, reduction: Reduction = "mean", *, axis: int = 1, weight: float = 1.0
+    ) -> None:
+        super().__init__(reduction, weight=weight)
+        require_whole("axis", axis, low=None)
+        self.axis = axis
+
+    def _own_options(self) -> list[str]:
+        return [] if self.axis == 1 else [f"axis={self.axis}"]
+
     def check_shape(self, outputs: Tensor) -> None:
-        if outputs.dim() < 2 or outputs.shape[1] < 2:
+        dimensions = outputs.dim()
+        if dimensions < 2 or self.axis % dimensions == 0 or outputs.shape[self.axis] < 2:
             raise ValueError(
                 "the categorical likelihood needs logits of shape (N, C) or (N, C, d1, ...) with "
                 f"at least two classes, but the model's output has shape {tuple(outputs.shape)}; "
@@ -142,18 +171,26 @@ class Categorical(Likelihood):
             )
 
     def terms_per_example(self, outputs: Tensor) -> int:
-        return outputs[0, 0].numel()
+        return outputs[0].numel() // outputs.shape[self.axis]
+
+    def read(self, outputs: Tensor, derivative: Tensor) -> Reading:
+        return read_categorical(outputs, derivative, self.axis)
 
     def term_sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         # Gumbel-argmax, because multinomial would raise on NaN inside the user's forward.
         noise = torch.empty_like(outputs).exponential_(generator=generator).log_()
-        drawn = (outputs - noise).argmax(dim=1, keepdim=True)
-        derivative = outputs.softmax(dim=1).neg_()
-        return derivative.scatter_add_(1, drawn, torch.ones_like(derivative[:, :1]))
+        drawn = (outputs - noise).argmax(dim=self.axis, keepdim=True)
+        derivative = outputs.softmax(dim=self.axis).neg_()
+        return derivative.scatter_add_(self.axis, drawn, torch.ones_like(drawn).to(derivative))
 
     def term_columns(self, outputs: Tensor) -> Iterator[Tensor]:
         # Column (location, class): sqrt(p_class) (e_class - p) at that location, zero elsewhere.
-        probabilities = outputs.softmax(dim=1).reshape(*outputs.shape[:2], -1)
+        classes_second = outputs.movedim(self.axis, 1)
+        probabilities = (
+            classes_second.softmax(dim=1).flatten(2)
+            if outputs.dim() > 2
+            else (classes_second.softmax(dim=1).unsqueeze(2))
+        )
         for location in range(probabilities.shape[2]):
             at_location = probabilities[:, :, location]
             for target in range(probabilities.shape[1]):
@@ -161,12 +198,12 @@ class Categorical(Likelihood):
                 column[:, :, location] = -at_location
                 column[:, target, location] += 1
                 column[:, :, location] *= at_location[:, target : target + 1].sqrt()
-                yield column.reshape(outputs.shape)
+                yield column.reshape(classes_second.shape).movedim(1, self.axis)
 
     def term_fisher_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
-        probabilities = outputs.softmax(dim=1)
+        probabilities = outputs.softmax(dim=self.axis)
         weighted = probabilities * vector
-        return weighted - probabilities * weighted.sum(dim=1, keepdim=True)
+        return weighted - probabilities * weighted.sum(dim=self.axis, keepdim=True)
 
 
 class _Elementwise(Likelihood):
@@ -196,6 +233,9 @@ class Bernoulli(_Elementwise):
     Matches ``torch.nn.functional.binary_cross_entropy_with_logits``.
     """
 
+    def read(self, outputs: Tensor, derivative: Tensor) -> Reading:
+        return read_bernoulli(outputs, derivative)
+
     def element_fisher(self, outputs: Tensor) -> Tensor:
         probabilities = outputs.sigmoid()
         return probabilities * (1 - probabilities)
@@ -210,19 +250,21 @@ class Gaussian(_Elementwise):
     """Independent normal targets with the outputs as means.
 
     Args:
-        reduction: see :class:`Likelihood`.
+        reduction, weight: see :class:`Likelihood`.
         variance: the variance of the targets. A term of the loss is
             ``(target - output)² / (2 variance)``: the default ½ matches torch's ``mse_loss``, and 1
             matches a squared error with the factor ½.
     """
 
-    def __init__(self, reduction: Reduction = "mean", variance: float = 0.5) -> None:
-        super().__init__(reduction)
+    def __init__(
+        self, reduction: Reduction = "mean", variance: float = 0.5, *, weight: float = 1.0
+    ) -> None:
+        super().__init__(reduction, weight=weight)
         require_number("variance", variance, positive=True)
         self.variance = variance
 
-    def __repr__(self) -> str:
-        return f"Gaussian(reduction={self.reduction!r}, variance={self.variance})"
+    def _own_options(self) -> list[str]:
+        return [f"variance={self.variance}"]
 
     def element_fisher(self, outputs: Tensor) -> Tensor:
         return torch.full_like(outputs, 1 / self.variance)
@@ -234,19 +276,44 @@ class Gaussian(_Elementwise):
         return noise / math.sqrt(self.variance) + 0 * outputs
 
 
-_BY_NAME = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
+_BY_NAME: dict[str, type[Likelihood]] = {
+    "categorical": Categorical,
+    "bernoulli": Bernoulli,
+    "gaussian": Gaussian,
+}
 
 
-def resolve_likelihood(likelihood: str | Likelihood) -> Likelihood:
-    """Return the likelihood with this name, or the given one."""
+def resolve_likelihood(likelihood: str | Likelihood, *also: str) -> Likelihood:
+    """Return the likelihood with this name, or the given one.
+
+    Args:
+        also: further names, which the error for an unknown one lists.
+    """
     if isinstance(likelihood, Likelihood):
         return likelihood
     if isinstance(likelihood, str) and likelihood in _BY_NAME:
         return _BY_NAME[likelihood]()
     raise ValueError(
-        f"likelihood must be one of {tuple(_BY_NAME)} or a kfc.Likelihood, got {likelihood!r}"
+        f"likelihood must be one of {(*also, *_BY_NAME)} or a kfc.Likelihood, got {likelihood!r}"
     )
 
 
-def _at_least_float32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+def validate_outputs(outputs: Tensor, owner: object) -> None:
+    """Raise an error if the outputs are not real numbers with one row per example."""
+    if outputs.dim() == 0:
+        raise ValueError(
+            f"the model's output is a scalar, but {owner} needs one row per example; "
+            "return the predictions from the model and compute the loss outside it, or select "
+            "them with output="
+        )
+    if outputs.numel() == 0:
+        raise ValueError(f"the batch is empty: the model's output has shape {_shape(outputs)}")
+    if not outputs.is_floating_point():
+        raise TypeError(
+            f"the model's output has dtype {outputs.dtype}, but {owner} needs real numbers; "
+            "select the right tensor with output="
+        )
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)

@@ -31,10 +31,10 @@ from kfc.fisher.calls import (
     suspended,
     without_autocast,
 )
-from kfc.fisher.likelihoods import Likelihood, resolve_likelihood
+from kfc.fisher.heads import LikelihoodChoice, Output, resolve_likelihoods, select_outputs
+from kfc.fisher.likelihoods import Likelihood, Weights
 from kfc.layers.synchronised import normalise_over_ranks, synchronising_group
 
-Output = Callable[[Any], Tensor]
 Vector = TypeVar("Vector", Mapping[str, Tensor], Sequence[Tensor])
 
 CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
@@ -49,7 +49,7 @@ def vector_product(
     inputs: Any,
     vector: Vector,
     *,
-    likelihood: str | Likelihood = "categorical",
+    likelihood: LikelihoodChoice = "categorical",
     output: Output | None = None,
 ) -> Vector:
     """Return the product F v with the exact Fisher matrix.
@@ -61,8 +61,9 @@ def vector_product(
         vector: v, a dict from parameter names to tensors (missing parameters count as zero), or a
             list in the order of ``model.parameters()``, with an entry for every parameter or for
             every parameter that requires gradients.
-        likelihood: the distribution that the outputs parametrise; see :class:`kfc.Likelihood`.
-        output: selects the tensor of outputs from what the model returns.
+        likelihood: the distribution that the outputs parametrise; see :class:`kfc.Likelihood`. If
+            the loss is a sum of losses of several outputs, a dict with the likelihood of each.
+        output: selects the tensor of outputs, or a dict of them, from what the model returns.
 
     Returns:
         F v in the structure of ``vector``, for the parameters in it.
@@ -70,14 +71,21 @@ def vector_product(
     tangents = _by_name(model, vector)
     parameters = dict(model.named_parameters())
     leaves = {name: parameters[name].detach().requires_grad_() for name in tangents}
-    distribution = resolve_likelihood(likelihood)
+    likelihoods = resolve_likelihoods(likelihood)
     with torch.enable_grad():
-        outputs, change = _dual_run(model, call_of(model, inputs), tangents, leaves, output)
-        distribution.validate(outputs)
-        pulled = distribution.fisher_product(outputs.detach(), change.detach())
+        select = partial(select_outputs, output=output, names=list(likelihoods))
+        heads = _dual_run(model, call_of(model, inputs), tangents, leaves, select)
+        pulled = []
+        for name, (outputs, change) in heads.items():
+            likelihoods[name].validate(outputs)
+            product = likelihoods[name].fisher_product(outputs.detach(), change.detach())
+            pulled.append(product.to(outputs.dtype))
         try:
             products = torch.autograd.grad(
-                outputs, list(leaves.values()), pulled.to(outputs.dtype), materialize_grads=True
+                [outputs for outputs, _ in heads.values()],
+                list(leaves.values()),
+                pulled,
+                materialize_grads=True,
             )
         except CheckpointError as error:
             raise RuntimeError(
@@ -95,12 +103,12 @@ def quadratic_form(
     inputs: Any,
     vector: Mapping[str, Tensor] | Sequence[Tensor],
     *,
-    likelihood: str | Likelihood = "categorical",
+    likelihood: LikelihoodChoice = "categorical",
     output: Output | None = None,
 ) -> Tensor:
     """Return vᵀ F v, exactly, with one forward pass; arguments as in :func:`vector_product`."""
     call, vectors = call_of(model, inputs), [_by_name(model, vector)]
-    products, _ = products_of_call(model, call, vectors, resolve_likelihood(likelihood), output)
+    products, _ = products_of_call(model, call, vectors, resolve_likelihoods(likelihood), output)
     return products[0, 0]
 
 
@@ -108,36 +116,38 @@ def products_of_call(
     model: nn.Module,
     call: ModelCall,
     vectors: Sequence[Mapping[str, Tensor]],
-    likelihood: Likelihood,
+    likelihoods: Mapping[str, Likelihood],
     output: Output | None,
+    weights: Callable[[str, Tensor], Weights] | None = None,
 ) -> tuple[Tensor, int]:
     """Return all vᵢᵀFvⱼ, (k, k), on a recorded forward pass, and the number of its examples.
 
     This takes one forward pass per vector.
+
+    Args:
+        likelihoods: the likelihood of each output, by name.
+        weights: returns the weights of the terms of an output, given its name and values.
     """
-    changes, pulled = [], []
+    select = partial(select_outputs, output=output, names=list(likelihoods))
+    changes, pulled, examples = [], [], 0
     with torch.no_grad():
         for tangents in vectors:
-            outputs, change = _dual_run(model, call, tangents, {}, output)
-            likelihood.validate(outputs)
-            # Squares of large changes may overflow float32, and the caller needs their values.
-            changes.append(change.flatten().to(widest(change.device)))
-            pulled.append(likelihood.fisher_product(outputs, change).flatten().to(changes[-1]))
+            heads = _dual_run(model, call, tangents, {}, select)
+            products = []
+            for name, (outputs, change) in heads.items():
+                likelihoods[name].validate(outputs)
+                examples = len(outputs)
+                own = None if weights is None else weights(name, outputs)
+                products.append(likelihoods[name].fisher_product(outputs, change, own))
+            changes.append(_flattened([change for _, change in heads.values()]))
+            pulled.append(_flattened(products))
         with without_autocast(changes[0].device):
-            return torch.stack(changes) @ torch.stack(pulled).mT, len(outputs)
+            return torch.stack(changes) @ torch.stack(pulled).mT, examples
 
 
-def select_output(result: Any, output: Output | None) -> Tensor:
-    """Return the tensor of outputs among what the model returned; raise if it is not a tensor."""
-    selected = result if output is None else output(result)
-    if not isinstance(selected, Tensor):
-        origin = "the model returned" if output is None else "output= returned"
-        raise TypeError(
-            f"{origin} a {type(selected).__name__}, not a tensor; select the outputs that the loss "
-            "is computed from, for instance output=lambda out: out.logits or "
-            "output=lambda out: out[0]"
-        )
-    return selected
+def _flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """Return one vector; in the widest dtype, because squares of changes may overflow float32."""
+    return torch.cat([tensor.flatten().to(widest(tensor.device)) for tensor in tensors])
 
 
 def _dual_run(
@@ -145,9 +155,9 @@ def _dual_run(
     call: ModelCall,
     tangents: Mapping[str, Tensor],
     leaves: Mapping[str, Tensor],
-    output: Output | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the outputs, and their derivative along the tangents.
+    select: Callable[[Any], dict[str, Tensor]],
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the selected outputs, each with its derivative along the tangents.
 
     ``leaves`` are the parameters to differentiate with respect to afterwards.
     """
@@ -159,19 +169,23 @@ def _dual_run(
                 tangent = tangents.get(name)
                 state[name] = primal if tangent is None else make_dual(primal, tangent.to(primal))
             result = functional_call(model, state, call.args, call.kwargs)
-            outputs, change = forward_ad.unpack_dual(select_output(result, output))
             # Leaving the level removes the tangents from the graph, so a backward is a plain one.
-            return outputs, torch.zeros_like(outputs) if change is None else change.clone()
+            return {name: _unpacked(outputs) for name, outputs in select(result).items()}
     except (NotImplementedError, RuntimeError) as error:
         if not any(words in str(error) for words in ("forward AD", "forward mode AD")):
             raise
         if load_decompositions():
-            return _dual_run(model, call, tangents, leaves, output)
+            return _dual_run(model, call, tangents, leaves, select)
         raise ForwardModeError(
             "exact Fisher products need forward-mode differentiation, which an operation of this "
             f"model lacks: {str(error).splitlines()[0]} To train without these products, pass "
             "clip=None to KFC."
         ) from error
+
+
+def _unpacked(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    primal, change = forward_ad.unpack_dual(outputs)
+    return primal, torch.zeros_like(primal) if change is None else change.clone()
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from kfc.distributed.options import Parallel
 from kfc.distributed.ranked import make_reducer
 from kfc.distributed.sharding import refuse_sharded, refuse_sharding_wrapper
 from kfc.fisher.calls import without_autocast
-from kfc.fisher.likelihoods import Likelihood, resolve_likelihood
-from kfc.fisher.products import Output
+from kfc.fisher.heads import LikelihoodChoice, Output
+from kfc.fisher.losses import Losses
 from kfc.layers import find_layers
 from kfc.optimizers.skipping import SkippedSteps, named_ranks
 from kfc.schedule import Budget, Periods, Schedule, longest
@@ -24,7 +24,7 @@ from kfc.statistics.collector import Collector
 from kfc.statistics.hooks import ModelHooks
 
 STATE_VERSION = 2
-STATE_KEYS = ("steps", "skipped_steps", "generator", "budget", "curvature", "inverses")
+STATE_KEYS = ("steps", "skipped_steps", "generator", "losses", "budget", "curvature", "inverses")
 
 # Several ranks stop after this many skipped steps in a row.
 MOST_SKIPPED_IN_A_ROW = 10
@@ -53,8 +53,9 @@ class Engine:
         self,
         model: nn.Module,
         *,
-        likelihood: str | Likelihood,
+        likelihood: LikelihoodChoice,
         output: Output | None,
+        strict: bool,
         seed: int | None,
         curvature: CurvatureChoice,
         schedule: Periods | Budget,
@@ -70,7 +71,7 @@ class Engine:
         if not isinstance(parallel, (Parallel, type(None))):
             raise TypeError(f"parallel must be kfc.Parallel or None, got {parallel!r}")
         parallel = parallel or Parallel()
-        distribution = resolve_likelihood(likelihood)
+        losses = Losses(likelihood, output, strict=strict)
         model, self.reducer = make_reducer(model, parallel)
         self.model = model
         self.plan = find_layers(model)
@@ -80,9 +81,7 @@ class Engine:
         self.reducer.place(self.curvature.layers, longest(schedule.inverse or Periods().inverse))
         self.refresher = InverseRefresher(self.curvature, parallel, several=self.reducer.size > 1)
         shared_seed = self.reducer.share(torch.initial_seed() if seed is None else seed)
-        self.collector = Collector(
-            model, self.curvature, distribution, output, shared_seed, self.reducer
-        )
+        self.collector = Collector(model, self.curvature, losses, shared_seed, self.reducer)
         self.steps = 0
         self.skipped_steps = SkippedSteps()
         self.in_doubt: Tensor | None = None
@@ -131,7 +130,7 @@ class Engine:
 
         Args:
             gradients: the gradients by parameter name.
-            loss_scale: the factor of the loss; only the empirical Fisher depends on it.
+            loss_scale: the factor of the loss that the gradients do not have any more.
             overflow: whether the caller found the batch bad, to be skipped without a warning.
         """
         if not self._hooks.close.alive:
@@ -275,6 +274,7 @@ class Engine:
             "steps": self.steps,
             "skipped_steps": self.skipped_steps.count(),
             "generator": self.collector.generator.state_dict(),
+            "losses": self.collector.losses.state_dict(),
             "budget": self.schedule.state_dict(),
             "curvature": self.curvature.state_dict(),
             "inverses": self.refresher.state_dict(),
@@ -287,6 +287,7 @@ class Engine:
             require_whole(f"the state's {counter}", state[counter], low=0)
         Schedule.check_state(state["budget"])
         self.collector.generator.check_state(state["generator"])
+        self.collector.losses.check_state(state["losses"])
         self.curvature.check_state(state["curvature"])
         InverseRefresher.check_state(state["inverses"])
 
@@ -295,6 +296,7 @@ class Engine:
         self.check_state(state)
         self.skipped_steps.restore(state["skipped_steps"])
         self.collector.generator.load_state_dict(state["generator"])
+        self.collector.losses.load_state_dict(state["losses"])
         self.schedule.load_state_dict(state["budget"])
         self.curvature.load_state_dict(state["curvature"])
         self.refresher.load_state_dict(state["inverses"])

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from kfc._helpers import require_keys, require_number
 from kfc.curvature.options import CurvatureChoice
 from kfc.distributed.options import Parallel
-from kfc.fisher.likelihoods import Likelihood
-from kfc.fisher.products import Output
+from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.base import CurvatureOptimizer, wide
 from kfc.optimizers.damping import FactorDamping, ModelDamping
 from kfc.optimizers.engine import Engine, check_version
@@ -52,7 +51,7 @@ class KFAC(CurvatureOptimizer):
         groups: ``weight_decay``, and ``lr`` if the adaptation fixes it, as in :class:`kfc.KFC`.
         schedule: the periods of statistics and inverses. By default statistics are gathered in
             every step, which costs little compared with the quadratic model.
-        likelihood, output, seed, curvature, parallel: as in :class:`kfc.Preconditioner`.
+        likelihood, output, strict, seed, curvature, parallel: as in :class:`kfc.Preconditioner`.
     """
 
     def __init__(
@@ -64,8 +63,9 @@ class KFAC(CurvatureOptimizer):
         clip: float | None = None,
         averaging_timescale: float | None = None,
         groups: Sequence[Mapping[str, Any]] | None = None,
-        likelihood: str | Likelihood = "categorical",
+        likelihood: LikelihoodChoice = "auto",
         output: Output | None = None,
+        strict: bool = False,
         seed: int | None = None,
         curvature: CurvatureChoice = "kfc",
         schedule: Periods = Periods(1, Stretch(20)),  # noqa: B008 - immutable
@@ -84,6 +84,7 @@ class KFAC(CurvatureOptimizer):
             model,
             likelihood=likelihood,
             output=output,
+            strict=strict,
             seed=seed,
             curvature=curvature,
             schedule=schedule,

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from kfc._helpers import moved, require_keys, require_number
 from kfc.curvature.options import CurvatureChoice
 from kfc.distributed.options import Parallel
-from kfc.fisher.likelihoods import Likelihood
-from kfc.fisher.products import Output
+from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.clipping import NormClip
 from kfc.optimizers.engine import Engine, check_version
@@ -48,7 +47,8 @@ class KFC(CurvatureOptimizer):
             parameter, a pattern, or a list of these. The first that matches a parameter applies.
         fallback_lr: the learning rate of parameters without a Fisher block, which follow their
             plain gradient; by default ``lr``.
-        likelihood, output, seed, curvature, schedule, parallel: as in :class:`kfc.Preconditioner`.
+        likelihood, output, strict, seed, curvature, schedule, parallel: as in
+            :class:`kfc.Preconditioner`.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class KFC(CurvatureOptimizer):
         averaging_timescale: float | None = None,
         groups: Sequence[Mapping[str, Any]] | None = None,
         fallback_lr: float | None = None,
-        likelihood: str | Likelihood = "categorical",
+        likelihood: LikelihoodChoice = "auto",
         output: Output | None = None,
+        strict: bool = False,
         seed: int | None = None,
         curvature: CurvatureChoice = "kfc",
         schedule: Periods | Budget = Periods(),  # noqa: B008 - immutable
@@ -85,6 +86,7 @@ class KFC(CurvatureOptimizer):
             model,
             likelihood=likelihood,
             output=output,
+            strict=strict,
             seed=seed,
             curvature=curvature,
             schedule=schedule,

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from kfc.fisher.calls import ModelCall
+from kfc.fisher.likelihoods import Weights
 from kfc.fisher.products import ForwardModeError, products_of_call
 from kfc.layers import mixes_examples
 from kfc.optimizers.engine import Engine
@@ -23,26 +24,27 @@ def fisher_products(
     Args:
         fraction: the part of the step's examples that F is computed on, over all micro-batches.
     """
-    collector = engine.collector
-    likelihood = collector.likelihood
-    examples = sum(observation.examples for observation in collector.observations)
+    observations, losses = engine.collector.observations, engine.collector.losses
+    examples = sum(observation.examples for observation in observations)
     # Batch normalisation has no statistics of a single example.
     fewest = 2 if mixes_examples(engine.model) else 1
-    parts = _first_part(collector.observations, math.ceil(examples * fraction), fewest)
+    parts = _first_part(observations, math.ceil(examples * fraction), fewest)
     products = [_products_of_part(engine, part, vectors) for part in parts]
     covered = sum(count for _, count in products)
     total = torch.zeros(len(vectors), len(vectors)).double()
     for values, count in products:
         # On the scale of the loss on all examples; parts are weighted by their examples.
-        share = likelihood.growth(count, examples) * count / covered
+        share = losses.growth(count, examples) * count / covered
         total += share * values.cpu().double()
-    return engine.reducer.mean_product(0.5 * (total + total.mT), examples, likelihood)
+    mean = 0.5 * (total + total.mT)
+    return engine.reducer.mean_product(mean, examples, is_summed=losses.is_summed)
 
 
 class _Part:
     """The first examples of a forward pass."""
 
     def __init__(self, observation: Observation, count: int) -> None:
+        self.observation = observation
         self.examples = observation.examples
         self.count = count
         self.call = observation.call
@@ -69,10 +71,19 @@ def _products_of_part(
     engine: Engine, part: _Part, vectors: Sequence[Mapping[str, Tensor]]
 ) -> tuple[Tensor, int]:
     """Return the products on a part, and the number of examples they cover."""
-    collector = engine.collector
+    collector, losses = engine.collector, engine.collector.losses
+    weights = collector.weights(part.observation)
+
+    def weights_of(name: str, outputs: Tensor) -> Weights:
+        own = weights[name]
+        if losses.is_read:
+            return own[: len(outputs)] if isinstance(own, Tensor) else own
+        # On the scale of the examples that are left.
+        return own * part.examples / len(outputs) if not losses.is_summed else own
+
     try:
         return products_of_call(
-            engine.model, part.call, vectors, collector.likelihood, collector.output
+            engine.model, part.call, vectors, losses.likelihoods, losses.output, weights_of
         )
     except ForwardModeError:
         raise

@@ -9,8 +9,7 @@ from torch import nn
 from kfc._helpers import require_number
 from kfc.curvature.options import CurvatureChoice
 from kfc.distributed.options import Parallel
-from kfc.fisher.likelihoods import Likelihood
-from kfc.fisher.products import Output
+from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.access import CurvatureAccess
 from kfc.optimizers.engine import Engine, check_version, versioned
 from kfc.schedule import Budget, Periods
@@ -31,8 +30,12 @@ class Preconditioner(CurvatureAccess):
         model: the network. Hooks gather statistics whenever it runs in training mode.
         damping: δ, added to the curvature (λ + γ in the paper).
         likelihood: the distribution that the outputs parametrise and the loss assumes:
-            ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` or a :class:`kfc.Likelihood`.
-        output: selects the tensor of outputs from what the model returns, if that is not a tensor.
+            ``"categorical"``, ``"bernoulli"``, ``"gaussian"``, a :class:`kfc.Likelihood`, or
+            ``"auto"``: chosen from the derivative of the loss in the first backward pass. If the
+            loss is a sum of losses of several outputs, a dict with the likelihood of each.
+        output: selects the outputs from what the model returns, if that is not a tensor: a tensor,
+            or a dict of tensors if ``likelihood`` is a dict.
+        strict: raise an error if the loss does not fit the likelihood; by default a warning.
         seed: the seed of the generator that draws targets; by default torch's initial seed. The
             global generator is not used.
         curvature: how the Fisher blocks of linear and convolutional layers are approximated:
@@ -49,8 +52,9 @@ class Preconditioner(CurvatureAccess):
         model: nn.Module,
         *,
         damping: float = 1e-3,
-        likelihood: str | Likelihood = "categorical",
+        likelihood: LikelihoodChoice = "auto",
         output: Output | None = None,
+        strict: bool = False,
         seed: int | None = None,
         curvature: CurvatureChoice = "kfc",
         schedule: Periods | Budget = Periods(),  # noqa: B008 - immutable
@@ -62,6 +66,7 @@ class Preconditioner(CurvatureAccess):
             model,
             likelihood=likelihood,
             output=output,
+            strict=strict,
             seed=seed,
             curvature=curvature,
             schedule=schedule,

@@ -103,7 +103,7 @@ class RecordedPass:
 
     # Derivatives
 
-    def backward(self, output: Tensor, derivative: Tensor) -> None:
+    def backward(self, output: GradientEdge, dtype: torch.dtype, derivative: Tensor) -> None:
         """Carry one draw of the derivative from the output to the pre-activations of every call.
 
         The user's graph stays intact, and no weight gradients are computed. Derivatives are
@@ -116,9 +116,9 @@ class RecordedPass:
         ]
         try:
             derivatives = torch.autograd.grad(
-                output,
+                [output],
                 [edge for edge, _ in final],
-                derivative.to(output.dtype),
+                [derivative.to(dtype)],
                 retain_graph=True,
                 allow_unused=True,
             )

@@ -1,35 +1,72 @@
-"""The statistics of a step, collected from its forward passes."""
+"""The statistics of a step, collected from its forward and backward passes."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from kfc._helpers import all_finite
+from kfc._helpers import all_finite, keeps_graph, will_reach
 from kfc.curvature.model import ModelCurvature
 from kfc.curvature.statistics import BatchStatistics
 from kfc.distributed.reducer import Reducer
 from kfc.fisher.calls import ModelCall, without_autocast
-from kfc.fisher.likelihoods import Likelihood
-from kfc.fisher.products import Output, select_output
+from kfc.fisher.likelihoods import Likelihood, Weights
+from kfc.fisher.losses import Losses
 from kfc.layers import mixes_examples
 from kfc.layers.synchronised import mixes_ranks
 from kfc.schedule import now
 from kfc.statistics.backward import RecordedPass
 from kfc.statistics.generator import OwnGenerator
+from kfc.statistics.outputs import on_derivative
 
 # The exact Fisher matrix takes one backward pass per column.
 MAX_EXACT_COLUMNS = 1024
+# Passes that wait for their backward; the statistics of older ones are given up.
+MAX_WAITING = 16
 
 
-class Observation(NamedTuple):
-    """One forward pass in training mode, and the number of its examples."""
+class Observation:
+    """One forward pass in training mode, and the derivatives that its backward pass brings.
 
-    call: ModelCall
-    examples: int
+    Attributes:
+        call: the forward pass.
+        outputs: the outputs by name, as they were before the loss was computed.
+        derivatives: the derivatives of the loss in the outputs; those of several backward passes
+            are added.
+        recorded: the calls of the layers; ``None`` if they are not needed, or no longer.
+        edges: where the derivatives arrive.
+    """
+
+    def __init__(
+        self, call: ModelCall, outputs: dict[str, Tensor], recorded: RecordedPass | None
+    ) -> None:
+        self.call = call
+        self.outputs = {name: tensor.detach().clone() for name, tensor in outputs.items()}
+        self.derivatives: dict[str, Tensor] = {}
+        self.recorded = recorded
+        self.edges: dict[str, GradientEdge] = {}
+        if recorded is not None:
+            self.edges = {n: get_gradient_edge(t) for n, t in outputs.items() if t.requires_grad}
+
+    @property
+    def examples(self) -> int:
+        return len(next(iter(self.outputs.values())))
+
+    def add_derivative(self, name: str, derivative: Tensor) -> None:
+        known = self.derivatives.get(name)
+        self.derivatives[name] = derivative if known is None else known + derivative
+
+    def forget_graph(self) -> None:
+        """Let go of the graph; no statistics can be gathered from this pass any more."""
+        self.recorded = None
+        self.edges = {}
 
 
 class Collector:
@@ -39,11 +76,10 @@ class Collector:
     pass is followed by a backward pass to the pre-activations, with targets drawn from the model.
 
     Args:
-        output: selects the tensor of outputs from what the model returns.
+        losses: the losses of the model's outputs.
         seed: the seed of the targets.
 
     Attributes:
-        observations: the forward passes since the last step.
         records_random_state: whether passes will be run again from their initial random state.
         started: when the first forward pass since the last step began.
         spent: the seconds of gathering statistics since the last step.
@@ -53,16 +89,17 @@ class Collector:
         self,
         model: nn.Module,
         curvature: ModelCurvature,
-        likelihood: Likelihood,
-        output: Output | None,
+        losses: Losses,
         seed: int,
         reducer: Reducer,
     ) -> None:
         self.model = model
-        self.likelihood = likelihood
-        self.output = output
+        self.losses = losses
         self.generator = OwnGenerator(seed)
-        self.observations: list[Observation] = []
+        self._observations: list[Observation] = []
+        self._loss_scale = 1.0
+        self._is_gathering = False
+        self._derivatives_of: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda _: {}
         self.records_random_state = False
         self.started: float | None = None
         self.spent = 0.0
@@ -74,8 +111,6 @@ class Collector:
         self._estimating = False
         self._clock_device: torch.device | None = None
         self._batch = BatchStatistics()
-        # Empirical Fisher: passes whose derivatives arrive in the user's backward.
-        self._open: list[tuple[RecordedPass, Tensor]] = []
 
     # What the collector should do
 
@@ -93,8 +128,7 @@ class Collector:
         """Forget what was collected since the last step."""
         self._reducer.drop()
         self._batch = BatchStatistics()
-        self._open.clear()
-        self.observations.clear()
+        self._observations.clear()
         self.spent, self.started = 0.0, None
 
     @contextmanager
@@ -143,40 +177,120 @@ class Collector:
         return self._curvature.layers_without_statistics()
 
     def end_pass(self, call: ModelCall, output: Any, recorded: RecordedPass | None) -> None:
-        """Process a forward pass in training mode."""
-        selected = select_output(output, self.output)
-        self.likelihood.validate(selected)
-        self.observations.append(Observation(call, selected.shape[0]))
+        """Process a forward pass in training mode; its statistics wait for its backward pass."""
+        outputs = self.losses.select(output)
+        if recorded is not None and not recorded.calls:
+            recorded = None
+        observation = Observation(call, outputs, recorded)
+        self._observations.append(observation)
         if recorded is not None:
-            if recorded.calls and selected.requires_grad:
-                self._gather(selected, recorded)
-            if self._due and not self._estimating and self._fisher != "empirical":
-                start = now(self._clock_device)
-                self._reducer.send_(self._batch, self._wanted())
-                self.spent += now(self._clock_device) - start
-        self._reducer.watch(selected)
-
-    def _gather(self, selected: Tensor, recorded: RecordedPass) -> None:
-        self._reducer.check_model(self.model)
-        examples = selected.shape[0]
-        # A layer may also run on rows that do not belong to one example each.
-        mixes_rows = any(call.shape[0] % examples for _, call in recorded.calls)
-        recorded.end_forward(examples)
-        if self._fisher == "empirical":
-            self._open.append((recorded, selected.detach()))
+            recorded.end_forward(observation.examples)
+            self._reducer.check_model(self.model)
+            self._limit_waiting()
+        if self._estimating:
+            self._estimate(observation, outputs)
             return
+        me, token = weakref.ref(self), weakref.ref(observation)
+        for name, selected in outputs.items():
+            if selected.requires_grad:
+                act = _Arrival(me, token, name)
+                on_derivative(output, selected, self.losses.output, name, act)
+            self._reducer.watch(selected)
+
+    def _limit_waiting(self) -> None:
+        waiting = [o for o in self._observations if o.recorded and not o.derivatives]
+        for observation in waiting[:-MAX_WAITING]:
+            observation.forget_graph()
+
+    def _estimate(self, observation: Observation, outputs: dict[str, Tensor]) -> None:
+        """Gather the statistics of a pass without a backward pass of the user."""
+        derivatives = self._derivatives_of(outputs)
+        for name, selected in outputs.items():
+            if selected.requires_grad:
+                self._add_derivative(observation, name, derivatives.get(name))
+        self._end_gathering(observation)
+
+    # Backward passes
+
+    def on_derivative(self, observation: Observation, name: str, derivative: Tensor | None) -> None:
+        """Gather statistics in the user's backward pass, when it begins.
+
+        Args:
+            derivative: the derivative of the loss in the output; ``None`` if it cannot be told.
+        """
+        if self._is_gathering or observation not in self._observations:
+            return
+        if not will_reach(self.model.parameters()):  # as for gradients in the inputs
+            return
+        self._add_derivative(observation, name, derivative)
+        if self._fisher != "empirical" and len(observation.derivatives) == len(observation.edges):
+            if keeps_graph():
+                return  # another backward pass may follow; finish() adds what they gather
+            self._end_gathering(observation)
+            self._send()
+
+    def _add_derivative(
+        self, observation: Observation, name: str, derivative: Tensor | None
+    ) -> None:
+        outputs, loss = observation.outputs[name], self.losses.by_name[name]
+        if derivative is None:
+            loss.assume(outputs)
+        elif loss.needs_examination(self._step):
+            loss.examine(outputs, derivative, self._step)
+        likelihood, recorded = loss.likelihood, observation.recorded
+        observation.add_derivative(name, outputs if derivative is None else derivative)
+        if recorded is None or likelihood is None or self._fisher == "empirical":
+            return
+        if derivative is None:
+            weights: Weights = likelihood.term_weight(outputs)
+        else:
+            weights = self.losses.weights(name, outputs, derivative)
         start = now(self._clock_device)
-        with torch.no_grad(), without_autocast(selected.device):
-            together = not (mixes_examples(self.model) or mixes_rows)
+        with torch.no_grad(), without_autocast(outputs.device), self._gathering():
             # On the scale of one example until the total is known. Before the backward pass, which
             # may carry derivatives to ranks with other batch sizes.
-            scale = math.sqrt(self.likelihood.growth(examples, 1))
-            for derivative in self._output_derivatives(selected.detach(), together):
-                recorded.backward(selected, scale * derivative)
-            self._batch.add(recorded.moments(), examples)
-        self.spent += recorded.seconds + now(self._clock_device) - start
+            scale = math.sqrt(self._growth(observation.examples, 1))
+            # A layer may also run on rows that do not belong to one example each.
+            mixes_rows = any(c.shape[0] % observation.examples for _, c in recorded.calls)
+            together = not (mixes_examples(self.model) or mixes_rows)
+            for column in self._output_derivatives(likelihood, outputs, weights, together):
+                recorded.backward(observation.edges[name], outputs.dtype, scale * column)
+        self.spent += now(self._clock_device) - start
 
-    def _output_derivatives(self, outputs: Tensor, together: bool) -> Iterator[Tensor]:
+    def _end_gathering(self, observation: Observation) -> None:
+        """Add the statistics of a pass to those of the step."""
+        recorded, scale = observation.recorded, 1.0
+        if recorded is None:
+            return
+        start = now(self._clock_device)
+        with torch.no_grad(), without_autocast(next(iter(observation.outputs.values())).device):
+            if self._fisher == "empirical":
+                recorded.end_draw()
+                scale = self._empirical_scale(observation)
+            moments = recorded.moments()
+            if any(moments.values()):
+                self._batch.add(moments, observation.examples, scale)
+        self.spent += recorded.seconds + now(self._clock_device) - start
+        observation.forget_graph()
+
+    def _send(self) -> None:
+        if self._due and self._batch.moments:
+            start = now(self._clock_device)
+            self._reducer.send_(self._batch, self._wanted())
+            self.spent += now(self._clock_device) - start
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Ignore the hooks on outputs, which our own backward passes fire too."""
+        self._is_gathering = True
+        try:
+            yield
+        finally:
+            self._is_gathering = False
+
+    def _output_derivatives(
+        self, likelihood: Likelihood, outputs: Tensor, weights: Weights, together: bool
+    ) -> Iterator[Tensor]:
         """Yield the draws, or the exact columns, of the derivative in the outputs.
 
         Args:
@@ -184,9 +298,9 @@ class Collector:
         """
         if self._fisher == "sampled":
             generator = self._reducer.generator(self.generator, outputs.device)
-            yield self.likelihood.sample_derivative(outputs, generator)
+            yield likelihood.sample_derivative(outputs, generator, weights)
             return
-        own = self.likelihood.columns_per_example(outputs) * (1 if together else len(outputs))
+        own = likelihood.columns_per_example(outputs) * (1 if together else len(outputs))
         joint = mixes_ranks(self.model)
         turns = self._reducer.turns(own, joint=joint)
         columns = sum(count for _, count in turns)
@@ -200,21 +314,24 @@ class Collector:
             )
         for is_own, count in turns:
             if is_own:
-                yield from self._exact_columns(outputs, together)
+                yield from _exact_columns(likelihood, outputs, weights, together)
             else:
                 yield from (torch.zeros_like(outputs) for _ in range(count))
 
-    def _exact_columns(self, outputs: Tensor, together: bool) -> Iterator[Tensor]:
-        for column in self.likelihood.derivative_columns(outputs):
-            if together:
-                yield column
-                continue
-            for example in range(len(outputs)):
-                alone = torch.zeros_like(column)
-                alone[example] = column[example]
-                yield alone
-
     # The step
+
+    @property
+    def observations(self) -> list[Observation]:
+        """The forward passes since the last step that a backward pass followed."""
+        return [observation for observation in self._observations if observation.derivatives]
+
+    def weights(self, observation: Observation) -> dict[str, Weights]:
+        """Return the weights of the terms of every output, without the loss scale."""
+        scale = self._loss_scale if self.losses.is_read else 1.0
+        return {
+            name: self.losses.weights(name, observation.outputs[name], derivative) / scale
+            for name, derivative in observation.derivatives.items()
+        }
 
     def finish(self, loss_scale: float | Tensor = 1.0) -> BatchStatistics:
         """Return the statistics of the step, on the scale of the loss on the whole batch.
@@ -222,35 +339,82 @@ class Collector:
         With several ranks that is the mean of their losses, as in DistributedDataParallel.
 
         Args:
-            loss_scale: the factor of the user's loss; only the empirical Fisher depends on it.
+            loss_scale: the factor of the user's loss that its gradients do not have any more.
         """
-        self._close_open_passes(loss_scale)
+        self._loss_scale = float(loss_scale)
+        for observation in self.observations:
+            self._end_gathering(observation)
         start = now(self._clock_device)
         batch = self._batch
         self._reducer.receive_(batch, self._wanted(), due=self._due, fresh=self._estimating)
         if batch.moments:
             self.spent += now(self._clock_device) - start
+        without_scale = self.losses.settle(self._loss_scale)
         if batch.examples:
-            batch.scale(self.likelihood.growth(1, batch.examples / self._reducer.size))
+            batch.scale(without_scale * self._growth(1, batch.examples / self._reducer.size))
         return batch
 
-    def _close_open_passes(self, loss_scale: float | Tensor) -> None:
-        """Add passes whose derivatives arrived in the user's backward (empirical Fisher).
+    def _growth(self, part: float, whole: float) -> float:
+        """Return the ratio of the loss's curvature on ``whole`` examples to that on ``part``."""
+        return whole / part if self._is_summed() else 1.0
 
-        The user's derivatives are w times those of the log-likelihood; sqrt(w N) is needed.
+    def _is_summed(self) -> bool:
+        return self.losses.reduction_is_sum if self._estimating else self.losses.is_summed
+
+    def _empirical_scale(self, observation: Observation) -> float:
+        """Return the factor of squared derivatives of the user's own backward pass.
+
+        Derivatives of a term are c times those of the log-likelihood; sqrt(c N) is needed. If the
+        weights differ, the scale is right for derivatives of one size.
         """
-        for recorded, _ in self._open:
-            recorded.end_draw()
-            self.spent += recorded.seconds
-        gathered = [(recorded, out, recorded.moments()) for recorded, out in self._open]
-        finished = [item for item in gathered if any(item[2].values())]
-        examples = sum(recorded.examples for recorded, *_ in finished)
-        for recorded, outputs, moments in finished:
-            weight = self.likelihood.term_weight(outputs, examples) * float(loss_scale) ** 2
-            scale = examples / weight * self.likelihood.growth(examples, 1)
-            self._batch.add(moments, recorded.examples, scale)
-        self._open.clear()
+        squares = sums = torch.zeros(())
+        for name, derivative in observation.derivatives.items():
+            outputs = observation.outputs[name]
+            weights = self.losses.weights(name, outputs, derivative)
+            terms = weights if isinstance(weights, Tensor) else torch.tensor(weights)
+            squares, sums = squares + terms.square().mean(), sums + terms.mean()
+        scale = float(sums / squares)
+        if self.losses.is_read:
+            return scale  # the weights contain the loss scale
+        examples = sum(each.examples for each in self.observations)
+        scale /= self._loss_scale**2
+        return scale if self._is_summed() else scale * examples**2 / observation.examples
 
     def is_finite(self) -> bool:
         """Return whether what was collected so far is finite; waits for the device."""
         return bool(all_finite(self._batch.traces()))
+
+
+class _Arrival:
+    """Reports a derivative to the collector, unless the pass is forgotten.
+
+    It must not keep the pass alive: the graph, which holds it, would never be freed.
+    """
+
+    def __init__(
+        self,
+        collector: Callable[[], Collector | None],
+        observation: Callable[[], Observation | None],
+        name: str,
+    ) -> None:
+        self._collector = collector
+        self._observation = observation
+        self._name = name
+
+    def __call__(self, derivative: Tensor | None) -> None:
+        collector, observation = self._collector(), self._observation()
+        if collector is not None and observation is not None:
+            collector.on_derivative(observation, self._name, derivative)
+
+
+def _exact_columns(
+    likelihood: Likelihood, outputs: Tensor, weights: Weights, together: bool
+) -> Iterator[Tensor]:
+    for column in likelihood.derivative_columns(outputs, weights):
+        if together:
+            yield column
+            continue
+        for example in range(len(outputs)):
+            alone = torch.zeros_like(column)
+            alone[example] = column[example]
+            yield alone

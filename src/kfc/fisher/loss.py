@@ -1,0 +1,380 @@
+"""What a backward pass says about the loss: its likelihood, and the weights of its terms."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfc._helpers import at_least_float32, require_keys
+from kfc.fisher.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Weights
+from kfc.fisher.reading import Reading, smoothed_weight, tolerance
+
+# The loss is examined in the first backward pass, and again after this many steps.
+EXAMINATION_PERIOD = 1000
+# The part of the readings that agree with another one, if targets are 0 or 1.
+TIED = 0.9
+# The part of elements with a target of exactly 0 or 1 that is enough to read their common weight.
+FEWEST_HARD = 0.02
+
+
+class LossMismatchError(ValueError):
+    """The derivative of the loss does not fit the likelihood."""
+
+
+class Loss:
+    """The loss of one output of the model, as its backward passes show it.
+
+    Args:
+        likelihood: what the outputs parametrise; ``None``: chosen from the first backward pass.
+        strict: raise an error if the loss does not fit the likelihood; otherwise warn once.
+        name: the name of the output, if there are several.
+
+    Attributes:
+        likelihood: the likelihood; ``None`` until it is chosen.
+        is_read: whether weights are read from the derivative; otherwise they follow the reduction.
+        reason: why this likelihood was chosen.
+    """
+
+    def __init__(self, likelihood: Likelihood | None, *, strict: bool, name: str = "") -> None:
+        self.likelihood = likelihood
+        self.is_read = False
+        self.reason = "" if likelihood is None else "given"
+        self._strict = strict
+        self._name = name
+        self._examined_at: int | None = None
+        self._warned = False
+        # Weights of one value (0 or 1) as targets, so that every reading counts.
+        self._is_hard = False
+        # The weight of terms that cannot be read.
+        self._typical: Tensor | None = None
+        # If weights are not read: their ratio to those of the reduction.
+        self._scale = 1.0
+        self._scale_is_settled = True
+
+    # Examination
+
+    def needs_examination(self, step: int) -> bool:
+        last = self._examined_at
+        return last is None or step - last >= EXAMINATION_PERIOD
+
+    def examine(self, outputs: Tensor, derivative: Tensor, step: int) -> None:
+        """Choose the likelihood, check that it fits, and decide how weights are read.
+
+        This waits for the device. A derivative that is zero or not finite says nothing.
+        """
+        size = float(derivative.abs().amax()) if derivative.numel() else 0.0
+        if not 0 < size < float("inf"):
+            return
+        fit = Fit(outputs, derivative)
+        if self.likelihood is None:
+            self.likelihood, self.reason, advice = fit.choose()
+        else:
+            advice = fit.mismatch(self.likelihood)
+        self.likelihood.validate(outputs)
+        if advice:
+            self._report(advice)
+        self._decide(fit)
+        if fit.is_decisive(self.likelihood):
+            self._examined_at = step
+
+    def assume(self, outputs: Tensor) -> None:
+        """Choose the likelihood from the outputs alone, because the derivative cannot be told."""
+        if self.likelihood is None:
+            self.likelihood = Categorical() if _may_be_logits(outputs) else Gaussian()
+            self.reason = "assumed from the shape of the outputs"
+            self._report(
+                "its derivative in the model's output cannot be told, so the likelihood is taken "
+                f"for {self.likelihood}; pass likelihood=, and let output= only select or reshape"
+            )
+
+    def _decide(self, fit: Fit) -> None:
+        assert self.likelihood is not None
+        outputs, derivative = fit.outputs, fit.derivative
+        reading = self.likelihood.read(outputs, derivative)
+        self.is_read = self._is_hard = False
+        self._scale, self._scale_is_settled = 1.0, True
+        if reading is None:
+            return
+        typical, count = reading.typical()
+        if not count:
+            typical, count = _smoothed(self.likelihood, outputs, derivative)
+        if count:
+            self.is_read, self._typical = True, typical
+            return
+        # Targets of two values, or mixtures of classes.
+        assumed = self.likelihood.term_weight(outputs)
+        uniform = None
+        if fit.has_two_classes(self.likelihood):
+            self._is_hard, uniform = _hardness(fit.precise(reading), assumed)
+        if self._is_hard:
+            self.is_read = True
+            return
+        least = float(reading.weights.amax())
+        weight = max(assumed, least) if uniform is None else uniform
+        self._scale = weight / assumed
+        self._scale_is_settled = weight == assumed
+
+    def _report(self, advice: str) -> None:
+        where = f" of the output {self._name!r}" if self._name else ""
+        message = f"the loss{where} does not fit the likelihood: {advice}"
+        if self._strict:
+            raise LossMismatchError(message)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"{message}. The curvature may have a wrong scale.", stacklevel=2)
+
+    # Weights
+
+    def weights(self, outputs: Tensor, derivative: Tensor) -> Weights:
+        """Return the weights of the terms of one backward pass; does not wait for the device."""
+        assert self.likelihood is not None
+        if not self.is_read:
+            return self._scale * self.likelihood.term_weight(outputs)
+        reading = self.likelihood.read(outputs, derivative)
+        assert reading is not None
+        if self._is_hard:
+            return reading.weights
+        assert self._typical is not None
+        self._typical = self._next_typical(reading, outputs, derivative)
+        return reading.filled(self._typical)
+
+    def _next_typical(self, reading: Reading, outputs: Tensor, derivative: Tensor) -> Tensor:
+        assert self._typical is not None
+        before = self._typical.to(reading.weights)
+        smoothed, certain = _smoothed(self.likelihood, outputs, derivative)
+        before = torch.where(certain, smoothed.to(before), before)
+        mean, count = reading.typical()
+        return torch.where(count > 0, mean, before)
+
+    def settle(self, loss_scale: float) -> float:
+        """Return the factor of weights that removes the loss scale, once that is known."""
+        if self.is_read:
+            return 1 / loss_scale
+        if self._scale_is_settled:
+            return 1.0
+        before = self._scale
+        self._scale, self._scale_is_settled = max(1.0, before / loss_scale), True
+        return self._scale / before
+
+    def describe(self) -> str:
+        """Return the likelihood, why it was chosen, and where the weights of terms come from."""
+        output = f"output {self._name!r}: " if self._name else ""
+        if self.likelihood is None:
+            return f"loss: {output}chosen in the first backward pass"
+        source = "read from the loss" if self.is_read else "as the reduction says"
+        return f"loss: {output}{self.likelihood} ({self.reason}), weights of terms {source}"
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        likelihood = self.likelihood
+        chosen = None if likelihood is None else type(likelihood).__name__
+        return {
+            "likelihood": chosen,
+            "axis": likelihood.axis if isinstance(likelihood, Categorical) else 1,
+            "reason": self.reason,
+            "is_read": self.is_read,
+            "is_hard": self._is_hard,
+            "examined_at": self._examined_at,
+            "typical": None if self._typical is None else float(self._typical),
+            "scale": self._scale,
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` unless the state belongs to the same likelihood."""
+        require_keys("state of the loss", state, self.state_dict())
+        own = None if self.likelihood is None else type(self.likelihood).__name__
+        if own is not None and state["likelihood"] not in (None, own):
+            raise ValueError(
+                f"the state dict was saved with the likelihood {state['likelihood']}, but this "
+                f"optimizer has {own}"
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.likelihood is None and state["likelihood"] is not None:
+            chosen = {"Categorical": Categorical(axis=state["axis"]), "Bernoulli": Bernoulli()}
+            self.likelihood = chosen.get(state["likelihood"], Gaussian())
+        self.reason = state["reason"]
+        self.is_read, self._is_hard = state["is_read"], state["is_hard"]
+        self._examined_at = state["examined_at"]
+        typical = state["typical"]
+        self._typical = None if typical is None else torch.tensor(typical, dtype=torch.float64)
+        self._scale, self._scale_is_settled = state["scale"], True
+
+
+class Fit(NamedTuple):
+    """The outputs of a model and the derivative of the loss in them, compared with likelihoods."""
+
+    outputs: Tensor
+    derivative: Tensor
+
+    def choose(self) -> tuple[Likelihood, str, str]:
+        """Return the likelihood that fits, why, and what to do if none fits with certainty."""
+        for axis in self._axes():
+            if self._sums_to_zero(axis):
+                why = f"the derivative of the loss sums to zero over dimension {axis}"
+                return Categorical(axis=axis), why, ""
+            if self._are_log_probabilities(axis):
+                why = f"the outputs are log-probabilities over dimension {axis}"
+                return Categorical(axis=axis), why, ""
+        if self._is_bernoulli():
+            why = "the derivative of the loss has equal weights if targets are 0 or 1"
+            return Bernoulli(), why, self.probabilities()
+        advice = self.probabilities() or (
+            "its derivative is not that of cross-entropy with class or binary targets, so it is "
+            'taken for a mean squared error; pass likelihood="gaussian", "bernoulli" or '
+            '"categorical", or a kfc.Likelihood'
+        )
+        return Gaussian(), "no other likelihood fits the derivative of the loss", advice
+
+    def mismatch(self, likelihood: Likelihood) -> str:
+        """Return what does not fit and what to do; empty if the likelihood fits."""
+        other = [axis for axis in self._axes() if self._sums_to_zero(axis)]
+        if isinstance(likelihood, Categorical):
+            axis = likelihood.axis
+            if self._sums_to_zero(axis) or self._are_log_probabilities(axis):
+                return ""
+            if other:
+                return (
+                    f"its derivative sums to zero over dimension {other[0]} of the outputs, not "
+                    f"over dimension {axis}; pass likelihood=kfc.Categorical(axis={other[0]})"
+                )
+            hint = 'likelihood="bernoulli"' if self._is_bernoulli() else 'likelihood="auto"'
+            return self.probabilities() or (
+                f"its derivative does not sum to zero over the classes (dimension {axis}), as that "
+                f"of cross-entropy does; pass {hint}, or select the logits with output="
+            )
+        if isinstance(likelihood, (Bernoulli, Gaussian)) and other and self._is_certain(other[0]):
+            return (
+                f"its derivative is that of cross-entropy over dimension {other[0]}; pass "
+                'likelihood="categorical"'
+            )
+        if isinstance(likelihood, Bernoulli):
+            return self.probabilities()
+        if isinstance(likelihood, Gaussian) and self._has_constant_size():
+            return (
+                "many elements of its derivative have the same size, as with absolute or Huber "
+                "errors, whose curvature is not that of squared errors; use mse_loss, or pass a "
+                "kfc.Likelihood of your own"
+            )
+        return ""
+
+    def probabilities(self) -> str:
+        """Return advice if the outputs are probabilities instead of logits."""
+        z = at_least_float32(self.outputs)
+        if bool((z < 0).any()) or bool((z > 1).any()):
+            return ""
+        over_classes = any(bool(((z.sum(axis) - 1).abs() <= 1e-3).all()) for axis in self._axes())
+        g = self.derivative.to(z)
+        readings = torch.where(g < 0, -g * z, g * (1 - z)).flatten()
+        if over_classes or (_tied_part(readings[readings > 0]) >= TIED and z.std() > 1e-3):
+            return (
+                "the model's outputs are probabilities; return logits from the model and use "
+                "cross_entropy or binary_cross_entropy_with_logits, or select the logits with "
+                "output="
+            )
+        return ""
+
+    def is_decisive(self, likelihood: Likelihood) -> bool:
+        """Return whether another batch would lead to the same choice."""
+        return not isinstance(likelihood, Bernoulli) or self._outputs_vary()
+
+    def has_two_classes(self, likelihood: Likelihood) -> bool:
+        if isinstance(likelihood, Categorical):
+            return self.outputs.shape[likelihood.axis] == 2
+        return isinstance(likelihood, Bernoulli)
+
+    def precise(self, reading: Reading) -> Tensor:
+        """Return the readings that are not zero and hardly affected by rounding."""
+        weights = reading.weights
+        size = self.derivative.abs().to(weights)
+        if size.shape != weights.shape:  # two classes: both derivatives have the same size
+            size = size.amax(_class_axis(size, weights), keepdim=True)
+        used = (weights > 0) & (size > 1e-3 * weights)
+        return weights[used] if bool(used.any()) else weights[weights > 0]
+
+    def _axes(self) -> list[int]:
+        """Return the dimensions that may be those of classes."""
+        dimensions = self.outputs.dim()
+        axes = [1] if dimensions == 2 else [1, -1] if dimensions > 2 else []
+        return [axis for axis in axes if self.outputs.shape[axis] > 1]
+
+    def _sums_to_zero(self, axis: int) -> bool:
+        g = at_least_float32(self.derivative)
+        allowed = max(1e-3, 4 * torch.finfo(self.derivative.dtype).eps) * g.abs().sum(axis)
+        return bool((g.sum(axis).abs() <= allowed).all())
+
+    def _are_log_probabilities(self, axis: int) -> bool:
+        if bool((self.derivative > 0).any()):
+            return False
+        total = at_least_float32(self.outputs).logsumexp(axis)
+        allowed = max(1e-3, 4 * torch.finfo(self.outputs.dtype).eps * self.outputs.shape[axis])
+        return bool((total.abs() <= allowed).all())
+
+    def _is_certain(self, axis: int) -> bool:
+        reading = Categorical(axis=axis).read(self.outputs, self.derivative)
+        return bool(reading.certain.all())
+
+    def _is_bernoulli(self) -> bool:
+        readings = self.precise(Bernoulli().read(self.outputs, self.derivative))
+        return _tied_part(readings) >= TIED
+
+    def _outputs_vary(self) -> bool:
+        z = at_least_float32(self.outputs)
+        return z.numel() > 1 and bool(z.sigmoid().std() > 1e-3)
+
+    def _has_constant_size(self) -> bool:
+        sizes = self.derivative.abs().flatten()
+        largest = sizes >= (1 - tolerance(self.derivative)) * sizes.amax()
+        return sizes.numel() > 4 and float(largest.float().mean()) > 0.1
+
+
+def _may_be_logits(outputs: Tensor) -> bool:
+    return outputs.dim() > 1 and outputs.shape[1] > 1
+
+
+def _class_axis(wide: Tensor, narrow: Tensor) -> int:
+    return next(i for i in range(wide.dim()) if wide.shape[i] != narrow.shape[i])
+
+
+def _smoothed(
+    likelihood: Likelihood | None, outputs: Tensor, derivative: Tensor
+) -> tuple[Tensor, Tensor]:
+    if not isinstance(likelihood, Categorical) or outputs.shape[likelihood.axis] < 4:
+        nothing = torch.zeros((), device=outputs.device)
+        return nothing, nothing.bool()
+    return smoothed_weight(outputs, derivative, likelihood.axis)
+
+
+def _tied_part(readings: Tensor) -> float:
+    """Return the part of the readings that agree with another one."""
+    if readings.numel() < 2:
+        return 0.0
+    ordered = readings.flatten().double().sort().values
+    close = ordered[1:] <= (1 + 1e-3) * ordered[:-1]
+    tied = torch.zeros(len(ordered), dtype=torch.bool, device=ordered.device)
+    tied[1:] |= close
+    tied[:-1] |= close
+    return float(tied.double().mean())
+
+
+def _hardness(readings: Tensor, assumed: float) -> tuple[bool, float | None]:
+    """Return whether all targets are 0 or 1, and otherwise their common weight if it is certain.
+
+    Readings of targets between 0 and 1 are below the weight and differ from each other.
+
+    Args:
+        readings: c if targets are 0 or 1, otherwise a lower bound.
+        assumed: the weight that the reduction says.
+    """
+    if readings.numel() == 1 or _tied_part(readings) >= TIED:
+        return True, None
+    largest = float(readings.amax())
+    at_top = readings >= (1 - 1e-3) * largest
+    if int(at_top.sum()) >= max(2, FEWEST_HARD * readings.numel()):
+        return False, largest
+    return largest > (1 + 1e-3) * assumed, None

@@ -1,0 +1,113 @@
+"""The losses of all outputs of a model, whose sum is minimised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from kfc._helpers import require_keys
+from kfc.fisher.heads import LikelihoodChoice, Output, named, select_outputs
+from kfc.fisher.likelihoods import Likelihood, Weights, resolve_likelihood, validate_outputs
+from kfc.fisher.loss import Loss
+
+
+class Losses:
+    """The loss of every output of a model, by name; the Fisher matrix of a sum is the sum.
+
+    Args:
+        choice: the likelihood, or a dict with that of each output; ``"auto"``: from the loss.
+        output: selects the tensor of outputs, or a dict of them, from what the model returns.
+        strict: raise an error if the loss does not fit the likelihood, instead of a warning.
+    """
+
+    def __init__(self, choice: LikelihoodChoice, output: Output | None, *, strict: bool) -> None:
+        self.output = output
+        self.by_name: dict[str, Loss] = {}
+        for name, each in named(choice).items():
+            likelihood = None if each == "auto" else resolve_likelihood(each, "auto")
+            self.by_name[name] = Loss(likelihood, strict=strict, name=name)
+        # The ratio of the weights that were read to those of the reduction.
+        self._ratio: Tensor | float = 1.0
+        reductions = {likelihood.reduction for likelihood in self.likelihoods.values()}
+        if len(reductions) > 1:
+            raise ValueError(
+                f"the likelihoods of all outputs must have the same reduction, got "
+                f"{sorted(reductions)}"
+            )
+
+    def select(self, result: Any) -> dict[str, Tensor]:
+        """Return the outputs by name, from what the model returned."""
+        outputs = select_outputs(result, self.output, list(self.by_name))
+        for name, loss in self.by_name.items():
+            validate_outputs(outputs[name], loss.likelihood or "the optimizer")
+            if loss.likelihood is not None:
+                loss.likelihood.check_shape(outputs[name])
+        return outputs
+
+    @property
+    def likelihoods(self) -> dict[str, Likelihood]:
+        """The likelihoods, by the name of the output."""
+        found = {name: loss.likelihood for name, loss in self.by_name.items()}
+        return {name: likelihood for name, likelihood in found.items() if likelihood is not None}
+
+    @property
+    def is_read(self) -> bool:
+        """Whether weights are read from the derivatives, for any of the outputs."""
+        return any(loss.is_read for loss in self.by_name.values())
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the weights of terms do not depend on the number of examples in the step."""
+        return self.is_read or self.reduction_is_sum
+
+    @property
+    def reduction_is_sum(self) -> bool:
+        return any(each.reduction == "sum" for each in self.likelihoods.values())
+
+    def growth(self, part: float, whole: float) -> float:
+        """Return the ratio of the loss's curvature on ``whole`` examples to that on ``part``."""
+        return whole / part if self.is_summed else 1.0
+
+    def weights(self, name: str, outputs: Tensor, derivative: Tensor) -> Weights:
+        """Return the weights of the terms of an output in one backward pass.
+
+        If weights of this output cannot be read but those of another can, they have the same ratio
+        to those of the reduction: micro-batches and loss scales affect all of them.
+        """
+        loss = self.by_name[name]
+        assert loss.likelihood is not None
+        weights = loss.weights(outputs, derivative)
+        if not loss.is_read:
+            return weights * self._ratio if self.is_read else weights
+        if len(self.by_name) > 1 and isinstance(weights, Tensor):
+            terms = len(outputs) * loss.likelihood.terms_per_example(outputs)
+            self._ratio = weights.sum() / (loss.likelihood.term_weight(outputs) * terms)
+        return weights
+
+    def settle(self, loss_scale: float) -> float:
+        """Return the factor of the curvature that removes the loss scale, once that is known."""
+        if self.is_read:
+            return 1 / loss_scale
+        factors = [loss.settle(loss_scale) for loss in self.by_name.values()]
+        return max(factors)
+
+    def describe(self) -> str:
+        """Return one line per output: its likelihood, why, and where its weights come from."""
+        return "\n".join(loss.describe() for loss in self.by_name.values())
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: loss.state_dict() for name, loss in self.by_name.items()}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` unless the state belongs to outputs with the same names."""
+        require_keys("state of the losses", state, self.by_name)
+        for name, loss in self.by_name.items():
+            loss.check_state(state[name])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, loss in self.by_name.items():
+            loss.load_state_dict(state[name])

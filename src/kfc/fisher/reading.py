@@ -1,0 +1,102 @@
+"""The weights of a loss's terms, read from its derivative in the model's outputs.
+
+A loss is a sum of terms c ℓ(outputs, target). For softmax outputs with probabilities p the
+derivative of a term is c (p - y), y the target's distribution. A target of one class has y = 0 for
+all the others, so that c is the ratio of derivative to probability there: the same for all of them.
+That the ratios agree makes c certain. Whatever weights a term (the reduction, class weights,
+``ignore_index``, masks, the number of micro-batches, a loss scale) is part of c.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfc._helpers import at_least_float32
+
+# Readings of one value agree up to rounding in the derivative.
+AGREEMENT = 1e-4
+
+
+class Reading(NamedTuple):
+    """The weights of all terms, each (N, ...) with a dimension of size 1 for the classes.
+
+    Attributes:
+        weights: c; where it is uncertain, the least c that any target allows.
+        certain: whether c is certain; where it is not, the target is a mixture of classes.
+    """
+
+    weights: Tensor
+    certain: Tensor
+
+    def filled(self, typical: Tensor) -> Tensor:
+        """Return the weights, with a typical one where they are uncertain."""
+        return torch.where(self.certain, self.weights, typical.to(self.weights))
+
+    def typical(self) -> tuple[Tensor, Tensor]:
+        """Return the mean of the certain weights that are not zero, and their number."""
+        used = self.certain & (self.weights > 0)
+        count = used.sum()
+        return torch.where(used, self.weights, 0).sum() / count.clamp_min(1), count
+
+
+def tolerance(derivative: Tensor) -> float:
+    """Return the relative error of ratios of a derivative that was rounded to its dtype."""
+    return max(AGREEMENT, 4 * torch.finfo(derivative.dtype).eps)
+
+
+def read_categorical(outputs: Tensor, derivative: Tensor, axis: int) -> Reading:
+    """Read c of every term from c (p - y), or from -c y if the outputs are log-probabilities.
+
+    A term without a derivative (ignored, or predicted with certainty) has c = 0.
+    """
+    p = at_least_float32(outputs).softmax(axis)
+    g = derivative.to(p)
+    positive = g > 0
+    total = torch.where(positive, g, 0).sum(axis, keepdim=True)
+    mass = torch.where(positive, p, 0).sum(axis, keepdim=True)
+    ratio = total / mass.clamp_min(torch.finfo(p.dtype).tiny)
+    error = torch.where(positive, g - ratio * p, 0).square().sum(axis, keepdim=True).sqrt()
+    size = torch.where(positive, g, 0).square().sum(axis, keepdim=True).sqrt()
+    count = positive.sum(axis, keepdim=True)
+    agree = (error <= tolerance(derivative) * size) & (count > 1)
+    # The ratio is at most c, and the largest ratio of a class is the best such bound.
+    bound = torch.where(positive, g / p.clamp_min(torch.finfo(p.dtype).tiny), 0)
+    largest = bound.amax(axis, keepdim=True)
+    none = count == 0  # log-probabilities, or no loss at all
+    weights = torch.where(agree, ratio, largest)
+    return Reading(torch.where(none, -g.sum(axis, keepdim=True), weights), agree | none)
+
+
+def smoothed_weight(outputs: Tensor, derivative: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Return c of targets with uniform label smoothing, and whether it is certain; scalars.
+
+    All classes but the target's have the same y, so that their derivatives lie on a line
+    c p - s. Terms without a derivative are ignored.
+    """
+    p = at_least_float32(outputs).softmax(axis)
+    g = derivative.to(p)
+    other = g != g.amin(axis, keepdim=True)
+    count = other.sum().clamp_min(1)
+    p_mean, g_mean = (torch.where(other, v, 0).sum() / count for v in (p, g))
+    dp, dg = (torch.where(other, v - m, 0) for v, m in ((p, p_mean), (g, g_mean)))
+    spread = dp.square().sum()
+    slope = (dp * dg).sum() / spread.clamp_min(torch.finfo(p.dtype).tiny)
+    error = (dg - slope * dp).square().sum()
+    close = error <= (10 * tolerance(derivative)) ** 2 * dg.square().sum()
+    return slope, close & (slope > 0) & (count > 2)
+
+
+def read_bernoulli(outputs: Tensor, derivative: Tensor) -> Reading:
+    """Read c of every element from c (σ - y), if y is 0 or 1; otherwise the least possible c.
+
+    Nothing in a single element tells which it is, so that no reading is certain.
+    """
+    z = at_least_float32(outputs)
+    g = derivative.to(z)
+    tiny = torch.finfo(z.dtype).tiny
+    on, off = z.sigmoid().clamp_min(tiny), z.neg().sigmoid().clamp_min(tiny)
+    weights = torch.where(g < 0, -g / off, g / on)
+    return Reading(weights, weights == 0)
