@@ -1,5 +1,6 @@
 """Helpers of every room: checks of arguments, and private parts of torch with their fallbacks."""
 
+import gc
 import math
 import sys
 from collections.abc import Iterable, Mapping
@@ -170,6 +171,22 @@ def will_reach(parameters: Iterable[Tensor]) -> bool:
             if reached:
                 return True
     return False
+
+
+def scaler_of(optimizer: object) -> torch.amp.GradScaler | None:
+    """Return the ``GradScaler`` that has unscaled the gradients of an optimizer, if it is found.
+
+    Without torch's record of who was unscaled, the only enabled scaler of the process is returned.
+    """
+    found: list[torch.amp.GradScaler] = [
+        each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler)
+    ]
+    for scaler in found:
+        if id(optimizer) in getattr(scaler, "_per_optimizer_states", {}):
+            return scaler
+    enabled = [scaler for scaler in found if scaler.is_enabled()]
+    recorded = any(hasattr(scaler, "_per_optimizer_states") for scaler in found)
+    return enabled[0] if len(enabled) == 1 and not recorded else None
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:

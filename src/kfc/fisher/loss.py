@@ -72,11 +72,13 @@ class Loss:
         fit = Fit(outputs, derivative)
         if self.likelihood is None:
             self.likelihood, self.reason, advice = fit.choose()
+            what = "the likelihood cannot be told from the loss"
         else:
             advice = fit.mismatch(self.likelihood)
+            what = f"the loss does not fit {self.likelihood}"
         self.likelihood.validate(outputs)
         if advice:
-            self._report(advice)
+            self._report(f"{what}: {advice}")
         self._decide(fit)
         if fit.is_decisive(self.likelihood):
             self._examined_at = step
@@ -87,8 +89,9 @@ class Loss:
             self.likelihood = Categorical() if _may_be_logits(outputs) else Gaussian()
             self.reason = "assumed from the shape of the outputs"
             self._report(
-                "its derivative in the model's output cannot be told, so the likelihood is taken "
-                f"for {self.likelihood}; pass likelihood=, and let output= only select or reshape"
+                f"the derivative of the loss in the model's output cannot be told, so that "
+                f"{self.likelihood} is assumed; pass likelihood=, and let output= only select or "
+                "reshape"
             )
 
     def _decide(self, fit: Fit) -> None:
@@ -118,9 +121,9 @@ class Loss:
         self._scale = weight / assumed
         self._scale_is_settled = weight == assumed
 
-    def _report(self, advice: str) -> None:
-        where = f" of the output {self._name!r}" if self._name else ""
-        message = f"the loss{where} does not fit the likelihood: {advice}"
+    def _report(self, message: str) -> None:
+        if self._name:
+            message = f"output {self._name!r}: {message}"
         if self._strict:
             raise LossMismatchError(message)
         if not self._warned:

@@ -20,6 +20,7 @@ class Costs:
         self._sums: dict[str, float] = defaultdict(float)
         self._updates = 0
         self._curvature_before: dict[str, float] = {}
+        self._forward_before = 0.0
 
     def resume_at(self, training_seconds: float) -> None:
         """Continue from the training time of an earlier part of the run."""
@@ -50,7 +51,10 @@ class Costs:
             curvature = {k: v - self._curvature_before.get(k, 0.0) for k, v in totals.items()}
             self._curvature_before = totals
             if "forward" in sums:
-                sums["forward"] -= curvature["statistics"]
+                in_forward = self._optimizer.engine.collector.spent_in_forward
+                sums["forward"] -= in_forward - self._forward_before
+                sums["backward"] -= curvature["statistics"] - in_forward + self._forward_before
+                self._forward_before = in_forward
                 sums["optimizer"] -= sum(curvature.values()) - curvature["statistics"]
             else:
                 sums["forward and backward"] -= sum(curvature.values())

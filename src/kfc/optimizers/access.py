@@ -5,12 +5,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from kfc.curvature.channels import ChannelCurvature
 from kfc.curvature.description import describe_layers
 from kfc.curvature.kronecker import Factors
 from kfc.fisher.calls import SavedBuffers, accelerators_of, forked_random_state
 from kfc.optimizers.engine import Engine
+
+# Called with the number of batches done and, if known, their total number.
+Progress = Callable[[int, int | None], None]
 
 
 class CurvatureAccess:
@@ -74,8 +78,9 @@ class CurvatureAccess:
         }
 
     def describe(self) -> str:
-        """Print and return a table that says how every parameter is treated, and why."""
+        """Print and return how the parameters and the loss are treated, and why."""
         text = describe_layers(self.model, self.engine.plan, self.engine.curvature)
+        text += f"\n{self.engine.collector.losses.describe()}"
         print(text)
         return text
 
@@ -84,14 +89,21 @@ class CurvatureAccess:
         self.engine.close()
 
     def estimate_factors(
-        self, batches: Iterable[Any], progress: Callable[[int, int | None], None] | None = None
+        self,
+        batches: Iterable[Any],
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Set the factors from many batches, as at the start of Algorithm 1 (eqn 32).
 
         Parameters, gradients, buffers and the random state stay as they were.
 
+        >>> optimizer.estimate_factors(loader, lambda out, batch: F.cross_entropy(out, batch[1]))
+
         Args:
             batches: each item is the model's input, or a tuple or list that begins with it.
+            loss: the loss that will be minimised, as a function of what the model returns and of
+                the item. Without it, the loss must be the one that ``likelihood=`` describes.
             progress: called after each batch with the number of batches done and, if known, the
                 total number.
         """
@@ -106,10 +118,17 @@ class CurvatureAccess:
                 "no statistics are gathered in evaluation mode; call model.train() before "
                 "estimate_factors"
             )
-        buffers = SavedBuffers(self.model)
+        if loss is None and len(collector.losses.likelihoods) < len(collector.losses.by_name):
+            raise ValueError(
+                "before the first backward pass the likelihood is not known: pass the loss, as in "
+                "estimate_factors(loader, lambda out, batch: F.cross_entropy(out, batch[1])), or "
+                "likelihood= to the optimizer"
+            )
+        buffers, random_state = SavedBuffers(self.model), accelerators_of(self.model)
         try:
-            with collector.estimation(), forked_random_state(accelerators_of(self.model)):
-                self._run(batches, progress)
+            estimating = collector.estimation(has_loss=loss is not None)
+            with estimating, forked_random_state(random_state):
+                self._run(batches, loss, progress)
                 engine.curvature.replace_(collector.finish())
                 engine.refresher.forget()
         finally:
@@ -119,13 +138,20 @@ class CurvatureAccess:
         generator.load_state_dict(engine.reducer.share(generator.state_dict()))
 
     def _run(
-        self, batches: Iterable[Any], progress: Callable[[int, int | None], None] | None
+        self,
+        batches: Iterable[Any],
+        loss: Callable[[Any, Any], Tensor] | None,
+        progress: Progress | None,
     ) -> None:
         """Run the model on all batches; raise on all ranks if one had a bad batch."""
         done, total, bad = 0, _length(batches), -1
         for done, batch in enumerate(batches, start=1):
             with torch.enable_grad():
-                self.model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+                result = self.model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+                if loss is not None:
+                    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+                    trained = [leaf for leaf in leaves if leaf.requires_grad]
+                    torch.autograd.grad(loss(result, batch), trained, allow_unused=True)
             if not self.engine.collector.is_finite():
                 bad = done - 1
                 break

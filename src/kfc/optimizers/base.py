@@ -1,5 +1,6 @@
 """What the optimizers share: param groups, averaged parameters, checkpoints."""
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,7 +9,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from kfc._helpers import moved, raise_differences, require_keys, require_number
+from kfc._helpers import (
+    at_least_float32,
+    moved,
+    raise_differences,
+    require_keys,
+    require_number,
+    scaler_of,
+)
 from kfc.optimizers.access import CurvatureAccess
 from kfc.optimizers.averaging import (
     has_average,
@@ -53,6 +61,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         self.averaging_timescale = averaging_timescale
         self._options = tuple(defaults)
         self._averaging = False
+        self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
         self._complete = False
         super().__init__(param_groups, defaults)
         self._complete = True
@@ -93,12 +102,15 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
                 yield group, here, [self._names[p] for p in here]
 
     def _add_weight_decay(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ∇h, the gradient of the loss plus λθ, in new tensors of float32 at least."""
+        """Return ∇h, the gradient of the loss plus λθ, in new tensors of float32 at least.
+
+        Natural gradients may overflow half precision.
+        """
         result: dict[str, Tensor] = {}
         for group, parameters, names in self._by_group(gradients):
-            values = [wide(gradients[name]) for name in names]
+            values = [at_least_float32(gradients[name]) for name in names]
             if group["weight_decay"]:
-                current = [wide(parameter) for parameter in parameters]
+                current = [at_least_float32(parameter) for parameter in parameters]
                 new = torch._foreach_add(values, current, alpha=float(group["weight_decay"]))
             else:
                 new = torch._foreach_mul(values, 1.0)
@@ -120,12 +132,19 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
                 values = [gradients[name] for name in names]
                 torch._foreach_div_(values, moved(scale, values[0].device))
             return scale, overflowed > 0
-        if self.engine.curvature.options.fisher == "empirical":
+        return self._hidden_scale(), overflowed > 0
+
+    def _hidden_scale(self) -> float:
+        """Return the loss scale of a scaler that has unscaled the gradients already."""
+        scaler = None if self._scaler is None else self._scaler()
+        scaler = scaler_of(self) if scaler is None else scaler
+        if scaler is None:
             raise RuntimeError(
-                'fisher="empirical" needs the loss scale, which GradScaler.unscale_() hides; do '
-                'not call it, or use fisher="sampled"'
+                "the curvature needs the loss scale, which GradScaler.unscale_() hides; do not "
+                "call unscale_() before step()"
             )
-        return 1.0, overflowed > 0
+        self._scaler = weakref.ref(scaler)
+        return float(scaler.get_scale())
 
     # Averaged parameters
 
@@ -229,8 +248,3 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
             for parameter, key in zip(group["params"], saved["params"], strict=True):
                 for name, value in state_dict["state"].get(key, {}).items():
                     self.state[parameter][name] = value.to(parameter.device, copy=True)
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """Return a tensor in float32 at least: natural gradients may overflow half precision."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

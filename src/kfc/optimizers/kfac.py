@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfc._helpers import require_keys, require_number
+from kfc._helpers import at_least_float32, require_keys, require_number
 from kfc.curvature.options import CurvatureChoice
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
-from kfc.optimizers.base import CurvatureOptimizer, wide
+from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.damping import FactorDamping, ModelDamping
 from kfc.optimizers.engine import Engine, check_version
 from kfc.optimizers.groups import require_hyper_parameters
@@ -244,7 +244,7 @@ class KFAC(CurvatureOptimizer):
         total = 0.0
         for group in self.param_groups:
             if group["weight_decay"]:
-                squares = [wide(p).square().sum() for p in group["params"]]
+                squares = [at_least_float32(p).square().sum() for p in group["params"]]
                 sums = torch.stack([square.cpu() for square in squares]).sum().item()
                 total += 0.5 * float(group["weight_decay"]) * sums
         return total

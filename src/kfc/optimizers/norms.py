@@ -13,7 +13,7 @@ from kfc.fisher.likelihoods import Weights
 from kfc.fisher.products import ForwardModeError, products_of_call
 from kfc.layers import mixes_examples
 from kfc.optimizers.engine import Engine
-from kfc.statistics.collector import Observation
+from kfc.statistics.observation import Observation
 
 
 def fisher_products(

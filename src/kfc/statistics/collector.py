@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from kfc._helpers import all_finite, keeps_graph, will_reach
 from kfc.curvature.model import ModelCurvature
@@ -24,49 +23,13 @@ from kfc.layers.synchronised import mixes_ranks
 from kfc.schedule import now
 from kfc.statistics.backward import RecordedPass
 from kfc.statistics.generator import OwnGenerator
+from kfc.statistics.observation import Arrival, Observation
 from kfc.statistics.outputs import on_derivative
 
 # The exact Fisher matrix takes one backward pass per column.
 MAX_EXACT_COLUMNS = 1024
 # Passes that wait for their backward; the statistics of older ones are given up.
 MAX_WAITING = 16
-
-
-class Observation:
-    """One forward pass in training mode, and the derivatives that its backward pass brings.
-
-    Attributes:
-        call: the forward pass.
-        outputs: the outputs by name, as they were before the loss was computed.
-        derivatives: the derivatives of the loss in the outputs; those of several backward passes
-            are added.
-        recorded: the calls of the layers; ``None`` if they are not needed, or no longer.
-        edges: where the derivatives arrive.
-    """
-
-    def __init__(
-        self, call: ModelCall, outputs: dict[str, Tensor], recorded: RecordedPass | None
-    ) -> None:
-        self.call = call
-        self.outputs = {name: tensor.detach().clone() for name, tensor in outputs.items()}
-        self.derivatives: dict[str, Tensor] = {}
-        self.recorded = recorded
-        self.edges: dict[str, GradientEdge] = {}
-        if recorded is not None:
-            self.edges = {n: get_gradient_edge(t) for n, t in outputs.items() if t.requires_grad}
-
-    @property
-    def examples(self) -> int:
-        return len(next(iter(self.outputs.values())))
-
-    def add_derivative(self, name: str, derivative: Tensor) -> None:
-        known = self.derivatives.get(name)
-        self.derivatives[name] = derivative if known is None else known + derivative
-
-    def forget_graph(self) -> None:
-        """Let go of the graph; no statistics can be gathered from this pass any more."""
-        self.recorded = None
-        self.edges = {}
 
 
 class Collector:
@@ -83,6 +46,7 @@ class Collector:
         records_random_state: whether passes will be run again from their initial random state.
         started: when the first forward pass since the last step began.
         spent: the seconds of gathering statistics since the last step.
+        spent_in_forward: the seconds of it in forward passes, since the start.
     """
 
     def __init__(
@@ -99,16 +63,17 @@ class Collector:
         self._observations: list[Observation] = []
         self._loss_scale = 1.0
         self._is_gathering = False
-        self._derivatives_of: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda _: {}
         self.records_random_state = False
         self.started: float | None = None
-        self.spent = 0.0
+        self.spent = self.spent_in_forward = 0.0
         self._curvature = curvature
         self._fisher = curvature.options.fisher
         self._reducer = reducer
         self._step = 1
         self._due = True
         self._estimating = False
+        self._has_loss = True
+        self._passes = 0
         self._clock_device: torch.device | None = None
         self._batch = BatchStatistics()
 
@@ -129,19 +94,26 @@ class Collector:
         self._reducer.drop()
         self._batch = BatchStatistics()
         self._observations.clear()
+        self._passes = 0
         self.spent, self.started = 0.0, None
 
     @contextmanager
-    def estimation(self) -> Iterator[None]:
-        """Gather statistics from every forward pass, to replace all that is known."""
+    def estimation(self, *, has_loss: bool) -> Iterator[None]:
+        """Gather statistics from every forward pass, to replace all that is known.
+
+        Args:
+            has_loss: whether the derivative of a loss will arrive for each pass; otherwise the
+                weights of terms are as the reduction says.
+        """
         due = self._due
         self.drop()
         self._due = self._estimating = True
+        self._has_loss = has_loss
         try:
             yield
         finally:
             self.drop()
-            self._due, self._estimating = due, False
+            self._due, self._estimating, self._has_loss = due, False, True
 
     @contextmanager
     def recording_random_state(self) -> Iterator[None]:
@@ -187,13 +159,15 @@ class Collector:
             recorded.end_forward(observation.examples)
             self._reducer.check_model(self.model)
             self._limit_waiting()
-        if self._estimating:
-            self._estimate(observation, outputs)
+        if not self._has_loss:
+            for name in observation.edges:
+                self._add_derivative(observation, name, None)
+            self._end_gathering(observation)
             return
         me, token = weakref.ref(self), weakref.ref(observation)
         for name, selected in outputs.items():
             if selected.requires_grad:
-                act = _Arrival(me, token, name)
+                act = Arrival(me, token, name)
                 on_derivative(output, selected, self.losses.output, name, act)
             self._reducer.watch(selected)
 
@@ -201,14 +175,6 @@ class Collector:
         waiting = [o for o in self._observations if o.recorded and not o.derivatives]
         for observation in waiting[:-MAX_WAITING]:
             observation.forget_graph()
-
-    def _estimate(self, observation: Observation, outputs: dict[str, Tensor]) -> None:
-        """Gather the statistics of a pass without a backward pass of the user."""
-        derivatives = self._derivatives_of(outputs)
-        for name, selected in outputs.items():
-            if selected.requires_grad:
-                self._add_derivative(observation, name, derivatives.get(name))
-        self._end_gathering(observation)
 
     # Backward passes
 
@@ -220,14 +186,16 @@ class Collector:
         """
         if self._is_gathering or observation not in self._observations:
             return
-        if not will_reach(self.model.parameters()):  # as for gradients in the inputs
+        # Gradients in the inputs, for instance, are not those of a training step.
+        if not (self._estimating or will_reach(self.model.parameters())):
             return
         self._add_derivative(observation, name, derivative)
         if self._fisher != "empirical" and len(observation.derivatives) == len(observation.edges):
             if keeps_graph():
                 return  # another backward pass may follow; finish() adds what they gather
             self._end_gathering(observation)
-            self._send()
+            if self._due and not self._estimating:
+                self._send()
 
     def _add_derivative(
         self, observation: Observation, name: str, derivative: Tensor | None
@@ -271,13 +239,16 @@ class Collector:
             if any(moments.values()):
                 self._batch.add(moments, observation.examples, scale)
         self.spent += recorded.seconds + now(self._clock_device) - start
+        self.spent_in_forward += 0.0 if self._fisher == "empirical" else recorded.seconds
+        self._passes += 1
         observation.forget_graph()
+        if self._estimating:
+            self._observations.remove(observation)
 
     def _send(self) -> None:
-        if self._due and self._batch.moments:
-            start = now(self._clock_device)
-            self._reducer.send_(self._batch, self._wanted())
-            self.spent += now(self._clock_device) - start
+        start = now(self._clock_device)
+        self._reducer.send_(self._batch, self._wanted())
+        self.spent += now(self._clock_device) - start
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
@@ -351,15 +322,20 @@ class Collector:
             self.spent += now(self._clock_device) - start
         without_scale = self.losses.settle(self._loss_scale)
         if batch.examples:
-            batch.scale(without_scale * self._growth(1, batch.examples / self._reducer.size))
+            # Ranks share a step; passes of an estimate are steps of their own.
+            parts = self._all_passes() if self._estimating else self._reducer.size
+            batch.scale(without_scale * self._growth(1, batch.examples / parts))
         return batch
+
+    def _all_passes(self) -> float:
+        return sum(count for (count,) in self._reducer.gather([float(self._passes)]))
 
     def _growth(self, part: float, whole: float) -> float:
         """Return the ratio of the loss's curvature on ``whole`` examples to that on ``part``."""
         return whole / part if self._is_summed() else 1.0
 
     def _is_summed(self) -> bool:
-        return self.losses.reduction_is_sum if self._estimating else self.losses.is_summed
+        return self.losses.is_summed if self._has_loss else self.losses.reduction_is_sum
 
     def _empirical_scale(self, observation: Observation) -> float:
         """Return the factor of squared derivatives of the user's own backward pass.
@@ -383,28 +359,6 @@ class Collector:
     def is_finite(self) -> bool:
         """Return whether what was collected so far is finite; waits for the device."""
         return bool(all_finite(self._batch.traces()))
-
-
-class _Arrival:
-    """Reports a derivative to the collector, unless the pass is forgotten.
-
-    It must not keep the pass alive: the graph, which holds it, would never be freed.
-    """
-
-    def __init__(
-        self,
-        collector: Callable[[], Collector | None],
-        observation: Callable[[], Observation | None],
-        name: str,
-    ) -> None:
-        self._collector = collector
-        self._observation = observation
-        self._name = name
-
-    def __call__(self, derivative: Tensor | None) -> None:
-        collector, observation = self._collector(), self._observation()
-        if collector is not None and observation is not None:
-            collector.on_derivative(observation, self._name, derivative)
 
 
 def _exact_columns(

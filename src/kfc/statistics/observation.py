@@ -1,0 +1,76 @@
+"""What is known of one forward pass: its outputs, and what its backward pass brings."""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from kfc.fisher.calls import ModelCall
+from kfc.statistics.backward import RecordedPass
+
+
+class Observation:
+    """One forward pass in training mode, and the derivatives that its backward pass brings.
+
+    Attributes:
+        call: the forward pass.
+        outputs: the outputs by name, as they were before the loss was computed.
+        derivatives: the derivatives of the loss in the outputs; those of several backward passes
+            are added.
+        recorded: the calls of the layers; ``None`` if they are not needed, or no longer.
+        edges: where the derivatives arrive.
+    """
+
+    def __init__(
+        self, call: ModelCall, outputs: Mapping[str, Tensor], recorded: RecordedPass | None
+    ) -> None:
+        self.call = call
+        self.outputs = {name: tensor.detach().clone() for name, tensor in outputs.items()}
+        self.derivatives: dict[str, Tensor] = {}
+        self.recorded = recorded
+        self.edges: dict[str, GradientEdge] = {}
+        if recorded is not None:
+            self.edges = {n: get_gradient_edge(t) for n, t in outputs.items() if t.requires_grad}
+
+    @property
+    def examples(self) -> int:
+        return len(next(iter(self.outputs.values())))
+
+    def add_derivative(self, name: str, derivative: Tensor) -> None:
+        known = self.derivatives.get(name)
+        self.derivatives[name] = derivative if known is None else known + derivative
+
+    def forget_graph(self) -> None:
+        """Let go of the graph; no statistics can be gathered from this pass any more."""
+        self.recorded = None
+        self.edges = {}
+
+
+class Listener(Protocol):
+    """What derivatives are reported to."""
+
+    def on_derivative(self, observation: Observation, name: str, derivative: Tensor | None) -> None:
+        """Process the derivative of the loss in an output of a pass."""
+
+
+class Arrival:
+    """Reports a derivative to the listener, unless the pass is forgotten.
+
+    It must not keep the pass alive: the graph, which holds it, would never be freed.
+    """
+
+    def __init__(
+        self,
+        listener: Callable[[], Listener | None],
+        observation: Callable[[], Observation | None],
+        name: str,
+    ) -> None:
+        self._listener = listener
+        self._observation = observation
+        self._name = name
+
+    def __call__(self, derivative: Tensor | None) -> None:
+        listener, observation = self._listener(), self._observation()
+        if listener is not None and observation is not None:
+            listener.on_derivative(observation, self._name, derivative)
