@@ -49,6 +49,8 @@ class Loss:
         self._warned = False
         # Weights of one value (0 or 1) as targets, so that every reading counts.
         self._is_hard = False
+        # All derivatives so far were zero, or not finite.
+        self._is_silent = True
         # The weight of terms that cannot be read.
         self._typical: Tensor | None = None
         # If weights are not read: their ratio to those of the reduction.
@@ -69,6 +71,7 @@ class Loss:
         size = float(derivative.abs().amax()) if derivative.numel() else 0.0
         if not 0 < size < float("inf"):
             return
+        self._is_silent = False
         fit = Fit(outputs, derivative)
         if self.likelihood is None:
             self.likelihood, self.reason, advice = fit.choose()
@@ -85,6 +88,7 @@ class Loss:
 
     def assume(self, outputs: Tensor) -> None:
         """Choose the likelihood from the outputs alone, because the derivative cannot be told."""
+        self._is_silent = False
         if self.likelihood is None:
             self.likelihood = Categorical() if _may_be_logits(outputs) else Gaussian()
             self.reason = "assumed from the shape of the outputs"
@@ -135,11 +139,10 @@ class Loss:
     def weights(self, outputs: Tensor, derivative: Tensor) -> Weights:
         """Return the weights of the terms of one backward pass; does not wait for the device."""
         assert self.likelihood is not None
-        if not self.is_read:
-            return self._scale * self.likelihood.term_weight(outputs)
         reading = self.likelihood.read(outputs, derivative)
-        assert reading is not None
-        if self._is_hard:
+        if reading is None or not (self.is_read or self._is_silent):
+            return self._scale * self.likelihood.term_weight(outputs)
+        if self._is_hard or self._is_silent:
             return reading.weights
         assert self._typical is not None
         self._typical = self._next_typical(reading, outputs, derivative)
@@ -207,6 +210,7 @@ class Loss:
         typical = state["typical"]
         self._typical = None if typical is None else torch.tensor(typical, dtype=torch.float64)
         self._scale, self._scale_is_settled = state["scale"], True
+        self._is_silent = state["examined_at"] is None
 
 
 class Fit(NamedTuple):

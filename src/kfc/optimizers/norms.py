@@ -77,7 +77,7 @@ def _products_of_part(
     def weights_of(name: str, outputs: Tensor) -> Weights:
         own = weights[name]
         if losses.is_read:
-            return own[: len(outputs)] if isinstance(own, Tensor) else own
+            return own[: len(outputs)] if isinstance(own, Tensor) and own.dim() else own
         # On the scale of the examples that are left.
         return own * part.examples / len(outputs) if not losses.is_summed else own
 

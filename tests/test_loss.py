@@ -1,0 +1,532 @@
+"""The curvature has the scale of the loss that the user minimises, whatever weights its terms.
+
+ν = vᵀFv of an update is compared with vᵀHv, H the Hessian of the same loss of a linear model by
+double backward, where the loss is that of an exponential family; in float64.
+"""
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import kfc
+
+# Computes the loss from the outputs for a part of the batch.
+LossOf = Callable[[Tensor, slice], Tensor]
+
+N = 24
+
+
+def batch(*shape: int) -> Tensor:
+    return torch.randn(N, 6, *shape, generator=torch.Generator().manual_seed(0)).double()
+
+
+class Linear(nn.Module):
+    """A linear model with outputs (N, C, ...), or (N, ..., C)."""
+
+    def __init__(self, classes: int, dims: int = 0, *, last: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        kinds = (nn.Linear, nn.Conv1d, nn.Conv2d)
+        self.layer = kinds[dims](6, classes, *([1] if dims else [])).double()
+        self.last = last
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.layer(inputs)
+        return outputs.movedim(1, -1) if self.last else outputs
+
+
+def parts_of(count: int) -> list[slice]:
+    return [slice(k * N // count, (k + 1) * N // count) for k in range(count)]
+
+
+def norm_ratio(
+    model: nn.Module, inputs: Tensor, loss_of: LossOf, parts: int = 1, **options: object
+) -> tuple[float, str]:
+    """Return our vᵀFv over the true one for the first update v, and how the loss is described."""
+    clip = kfc.FisherClip(1e12, fraction=1)
+    optimizer = kfc.KFC(model, lr=0.1, momentum=0, clip=clip, **options)
+    before = [p.detach().clone() for p in model.parameters()]
+    for part in parts_of(parts):
+        loss_of(model(inputs[part]), part).backward()
+    optimizer.step()
+    norm, described = optimizer.diagnostics["fisher_norm"], optimizer.describe()
+    optimizer.close()
+    update = [p.detach() - b for p, b in zip(model.parameters(), before, strict=True)]
+    with torch.no_grad():
+        for p, b in zip(model.parameters(), before, strict=True):
+            p.copy_(b)
+    return norm / curvature_along(model, inputs, loss_of, parts, update), described.split("\n")[-1]
+
+
+def curvature_along(
+    model: nn.Module, inputs: Tensor, loss_of: LossOf, parts: int, vector: list[Tensor]
+) -> float:
+    """Return vᵀHv of the sum of the losses of all parts."""
+    loss = sum(loss_of(model(inputs[part]), part) for part in parts_of(parts))
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    slope = sum((g * v).sum() for g, v in zip(gradients, vector, strict=True))
+    products = torch.autograd.grad(slope, list(model.parameters()))
+    return float(sum((p * v).sum() for p, v in zip(products, vector, strict=True)))
+
+
+def class_targets(classes: int, shape: tuple[int, ...], padding: float = 0.0) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    targets = torch.randint(classes, (N, *shape), generator=generator)
+    padded = torch.rand(N, *shape, generator=generator) < padding
+    padded[:: N // 6] = False  # no part of the batch is padding alone
+    return torch.where(padded, -100, targets)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    classes=st.sampled_from([2, 3, 5, 10]),
+    dims=st.sampled_from([0, 1, 2]),
+    weighted=st.booleans(),
+    padding=st.sampled_from([0.0, 0.5, 0.9]),
+    reduction=st.sampled_from(["mean", "sum"]),
+    factor=st.sampled_from([0.1, 1.0, 10.0]),
+    parts=st.sampled_from([1, 3]),
+    last=st.booleans(),
+)
+def test_cross_entropy(classes, dims, weighted, padding, reduction, factor, parts, last):
+    shape = (3,) * dims
+    targets = class_targets(classes, shape, padding)
+    weight = torch.linspace(0.4, 2.0, classes).double() if weighted else None
+    last = last and dims > 0
+
+    def loss_of(outputs, part):
+        logits = outputs.movedim(-1, 1) if last else outputs
+        return factor * F.cross_entropy(logits, targets[part], weight=weight, reduction=reduction)
+
+    model = Linear(classes, dims, last=last)
+    ratio, described = norm_ratio(model, batch(*shape), loss_of, parts)
+    assert ratio == pytest.approx(1, rel=1e-7)
+    assert "Categorical" in described
+    assert "read from the loss" in described
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dims=st.sampled_from([0, 1]),
+    weighting=st.sampled_from(["none", "labels", "positive", "both"]),
+    reduction=st.sampled_from(["mean", "sum", "labels"]),
+    factor=st.sampled_from([0.1, 1.0, 10.0]),
+    parts=st.sampled_from([1, 3]),
+)
+def test_binary_cross_entropy(dims, weighting, reduction, factor, parts):
+    shape = (3,) * dims
+    targets = (torch.rand(N, 5, *shape, generator=torch.Generator().manual_seed(3)) < 0.4).double()
+    values = torch.linspace(0.4, 2.0, 5).double().reshape(5, *[1] * dims)
+    weight = values if weighting in ("labels", "both") else None
+    positive = 5 * values if weighting in ("positive", "both") else None
+
+    def loss_of(outputs, part):
+        terms = F.binary_cross_entropy_with_logits(
+            outputs, targets[part], weight=weight, pos_weight=positive, reduction="none"
+        )
+        total = {"mean": terms.mean(), "sum": terms.sum(), "labels": terms.sum(1).mean()}
+        return factor * total[reduction]
+
+    ratio, described = norm_ratio(Linear(5, dims), batch(*shape), loss_of, parts)
+    assert ratio == pytest.approx(1, rel=1e-7)
+    assert "Bernoulli" in described
+
+
+def test_weights_of_single_elements_need_a_given_likelihood():
+    """Different weights of all elements look like targets between 0 and 1."""
+    targets = torch.rand(N, 5).round().double()
+    weight = torch.rand(N, 5).double() + 0.3
+
+    def loss_of(outputs, part):
+        return F.binary_cross_entropy_with_logits(outputs, targets[part], weight=weight[part])
+
+    ratio, _ = norm_ratio(Linear(5), batch(), loss_of, likelihood="bernoulli")
+    assert ratio == pytest.approx(1, rel=1e-7)
+    with pytest.warns(UserWarning, match='pass likelihood="gaussian", "bernoulli"'):
+        norm_ratio(Linear(5), batch(), loss_of)
+
+
+@pytest.mark.parametrize(("factor", "parts"), [*itertools.product([0.1, 1.0, 10.0], [1, 3])])
+def test_label_smoothing_and_mixed_classes_are_read(factor, parts):
+    targets = class_targets(6, ())
+
+    def smoothed(outputs, part):
+        return factor * F.cross_entropy(outputs, targets[part], label_smoothing=0.1)
+
+    def mixed(outputs, part):
+        one, other = (F.cross_entropy(outputs, t[part]) for t in (targets, targets.flip(0)))
+        return factor * (0.7 * one + 0.3 * other)
+
+    for loss_of in (smoothed, mixed):
+        ratio, described = norm_ratio(Linear(6), batch(), loss_of, parts)
+        assert ratio == pytest.approx(1, rel=1e-6)
+        assert "read from the loss" in described
+
+
+def soft_targets(classes: int) -> Tensor:
+    return torch.randn(N, classes, generator=torch.Generator().manual_seed(5)).double().softmax(1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "batchmean", "sum"])
+def test_soft_targets_follow_the_reduction(reduction):
+    targets = soft_targets(6)
+
+    def loss_of(outputs, part):
+        total = F.cross_entropy(outputs, targets[part], reduction="sum")
+        return total if reduction == "sum" else total / N
+
+    likelihood = kfc.Categorical(reduction)
+    for parts in (1, 3):
+        ratio, described = norm_ratio(Linear(6), batch(), loss_of, parts, likelihood=likelihood)
+        assert ratio == pytest.approx(1, rel=1e-7)
+        assert "as the reduction says" in described
+
+
+def test_soft_targets_with_larger_weights_are_noticed():
+    """No target allows a derivative larger than its weight."""
+    targets = soft_targets(6)
+    ratio, _ = norm_ratio(
+        Linear(6), batch(), lambda outputs, part: 10 * F.cross_entropy(outputs, targets[part])
+    )
+    assert 0.5 < ratio <= 1 + 1e-7
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_squared_errors_follow_the_reduction(parts):
+    targets = torch.randn(N, 5).double()
+    ratio, _ = norm_ratio(
+        Linear(5),
+        batch(),
+        lambda outputs, part: F.mse_loss(outputs, targets[part]) / parts,
+        parts,
+        likelihood="gaussian",
+    )
+    assert ratio == pytest.approx(1, rel=1e-7)
+
+
+def test_log_probabilities():
+    class LogProbabilities(Linear):
+        def forward(self, inputs):
+            return super().forward(inputs).log_softmax(1)
+
+    targets = class_targets(5, ())
+    ratio, described = norm_ratio(
+        LogProbabilities(5), batch(), lambda outputs, part: 3 * F.nll_loss(outputs, targets[part])
+    )
+    assert ratio == pytest.approx(1, rel=1e-7)
+    assert "log-probabilities" in described
+
+
+def exact_factor(model: nn.Module, inputs: Tensor, weights: Tensor) -> Tensor:
+    """Return Γ = Σ over terms and classes of N c p (e - p)(e - p)ᵀ / (N |T|), by enumeration."""
+    outputs = model(inputs).detach().flatten(2) if inputs.dim() > 2 else model(inputs).detach()
+    outputs = outputs.reshape(N, outputs.shape[1], -1)
+    total = torch.zeros(outputs.shape[1], outputs.shape[1]).double()
+    for n, t in itertools.product(range(N), range(outputs.shape[2])):
+        p = outputs[n, :, t].softmax(0)
+        total += weights[n, t] * (p.diag() - p.outer(p)) * N
+    return total / (N * outputs.shape[2])
+
+
+@pytest.mark.parametrize("dims", [0, 1])
+def test_the_derivative_factor_has_the_weights_of_the_terms(dims):
+    shape = (3,) * dims
+    inputs, targets = batch(*shape), class_targets(5, shape, padding=0.5)
+    weight = torch.linspace(0.4, 2.0, 5).double()
+    model = Linear(5, dims)
+    optimizer = kfc.KFC(model, curvature=kfc.Kronecker(fisher="exact"))
+    F.cross_entropy(model(inputs), targets, weight=weight).backward()
+    optimizer.step()
+    flat = targets.reshape(N, -1)
+    terms = torch.where(flat >= 0, weight[flat.clamp_min(0)], 0)
+    optimizer.close()
+    torch.manual_seed(1)
+    expected = exact_factor(Linear(5, dims), inputs, terms / terms.sum())
+    assert_close(optimizer.factors["layer"].derivative, expected)
+
+
+# Several outputs
+
+
+class Heads(nn.Module):
+    """A trunk with a class head and a box head, or an auxiliary class head."""
+
+    def __init__(self, other: int) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.trunk = nn.Linear(6, 4).double()
+        self.main = nn.Linear(4, 5).double()
+        self.other = nn.Linear(4, other).double()
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        hidden = self.trunk(inputs)
+        return {"main": self.main(hidden), "other": self.other(hidden)}
+
+
+def gauss_newton_along(
+    model: nn.Module, inputs: Tensor, loss_of: Callable[[dict[str, Tensor]], Tensor]
+) -> Callable[[list[Tensor]], float]:
+    """Return v ↦ vᵀJᵀHJv, with the Hessian H of the loss in all outputs together."""
+    parameters = dict(model.named_parameters())
+    outputs = {name: value.detach() for name, value in model(inputs).items()}
+
+    def along(vector: list[Tensor]) -> float:
+        tangents = dict(zip(parameters, vector, strict=True))
+        _, change = torch.func.jvp(
+            lambda p: torch.func.functional_call(model, p, inputs), (parameters,), (tangents,)
+        )
+        change = {name: value.detach() for name, value in change.items()}
+        leaves = {name: value.clone().requires_grad_() for name, value in outputs.items()}
+        gradients = torch.autograd.grad(loss_of(leaves), list(leaves.values()), create_graph=True)
+        pairs = zip(gradients, change.values(), strict=True)
+        slope = sum((gradient * change).sum() for gradient, change in pairs)
+        products = torch.autograd.grad(slope, list(leaves.values()))
+        return float(sum((p * c).sum() for p, c in zip(products, change.values(), strict=True)))
+
+    return along
+
+
+def check_heads(model, loss_of, likelihood):
+    inputs = batch()
+    along = gauss_newton_along(model, inputs, loss_of)
+    clip = kfc.FisherClip(1e12, fraction=1)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = kfc.KFC(
+        model, lr=0.1, momentum=0, clip=clip, likelihood=likelihood, output=lambda out: out
+    )
+    loss_of(model(inputs)).backward()
+    optimizer.step()
+    optimizer.close()
+    update = [p.detach() - b for p, b in zip(model.parameters(), before, strict=True)]
+    with torch.no_grad():
+        for p, b in zip(model.parameters(), before, strict=True):
+            p.copy_(b)
+    assert optimizer.diagnostics["fisher_norm"] == pytest.approx(along(update), rel=1e-7)
+    return optimizer
+
+
+def test_an_auxiliary_class_head():
+    """As Inception's: the weight is read from the loss, not from the likelihood."""
+    targets = class_targets(5, ())
+
+    def loss_of(outputs):
+        main, other = (F.cross_entropy(outputs[name], targets) for name in ("main", "other"))
+        return main + 0.3 * other
+
+    check_heads(Heads(5), loss_of, {"main": "auto", "other": kfc.Categorical(weight=0.7)})
+
+
+def test_a_class_head_and_a_box_head():
+    targets, boxes = class_targets(5, ()), torch.randn(N, 4).double()
+
+    def loss_of(outputs):
+        classes = F.cross_entropy(outputs["main"], targets)
+        return classes + 0.5 * F.mse_loss(outputs["other"], boxes)
+
+    check_heads(Heads(4), loss_of, {"main": "auto", "other": kfc.Gaussian(weight=0.5)})
+
+
+def test_the_factor_of_a_shared_layer_is_the_sum_over_heads():
+    targets, inputs = class_targets(5, ()), batch()
+    factors = {}
+    for main, other in ((1.0, 0.0), (0.0, 0.3), (1.0, 0.3)):
+        model = Heads(5)
+        optimizer = kfc.KFC(
+            model,
+            likelihood={"main": kfc.Categorical(), "other": kfc.Categorical()},
+            output=lambda out: out,
+            curvature=kfc.Kronecker(fisher="exact"),
+        )
+        outputs = model(inputs)
+        losses = (F.cross_entropy(outputs[name], targets) for name in ("main", "other"))
+        sum(w * loss for w, loss in zip((main, other), losses, strict=True)).backward()
+        optimizer.step()
+        factors[main, other] = optimizer.factors["trunk"].derivative
+        optimizer.close()
+    assert_close(factors[1.0, 0.3], factors[1.0, 0.0] + factors[0.0, 0.3])
+
+
+def test_heads_are_checked():
+    model = Heads(5)
+    with pytest.raises(ValueError, match="the same reduction"):
+        kfc.KFC(model, likelihood={"main": "categorical", "other": kfc.Gaussian("sum")})
+    optimizer = kfc.KFC(model, likelihood={"main": "auto", "third": "auto"})
+    with pytest.raises(ValueError, match=r"no outputs \['third'\]; it has \['main', 'other'\]"):
+        model(batch())
+    optimizer.close()
+    optimizer = kfc.KFC(model.trunk, likelihood={"main": "auto"})
+    with pytest.raises(TypeError, match="must return a dict with these names"):
+        model.trunk(batch())
+    optimizer.close()
+
+
+def test_a_model_that_computes_its_own_loss():
+    """As those of Hugging Face: ``model(**batch).loss``, with the logits shifted in the loss."""
+
+    class Language(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(2)
+            self.embedding = nn.Embedding(7, 6).double()
+            self.head = nn.Linear(6, 7).double()
+
+        def forward(self, tokens, labels):
+            logits = self.head(self.embedding(tokens))
+            shifted = logits[:, :-1].flatten(0, 1)
+            return {"loss": F.cross_entropy(shifted, labels[:, 1:].flatten()), "logits": logits}
+
+    tokens = torch.randint(7, (N, 5), generator=torch.Generator().manual_seed(1))
+    model = Language()
+    model.embedding.requires_grad_(False)
+    optimizer = kfc.KFC(
+        model,
+        lr=0.1,
+        momentum=0,
+        clip=kfc.FisherClip(1e12, fraction=1),
+        output=lambda out: out["logits"],
+    )
+    before = [p.detach().clone() for p in model.head.parameters()]
+    model(tokens, labels=tokens)["loss"].backward()
+    optimizer.step()
+    optimizer.close()
+    update = [p.detach() - b for p, b in zip(model.head.parameters(), before, strict=True)]
+    with torch.no_grad():
+        for p, b in zip(model.head.parameters(), before, strict=True):
+            p.copy_(b)
+    hidden = model.embedding(tokens)
+    expected = curvature_along(
+        model.head,
+        hidden,
+        lambda out, part: F.cross_entropy(out[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()),
+        1,
+        update,
+    )
+    assert optimizer.diagnostics["fisher_norm"] == pytest.approx(expected, rel=1e-7)
+
+
+# What does not fit
+
+
+def probabilities(function: Callable[[Tensor], Tensor]) -> nn.Module:
+    class Probabilities(Linear):
+        def forward(self, inputs):
+            return function(super().forward(inputs))
+
+    return Probabilities(5)
+
+
+BINARY = (torch.rand(N, 5, generator=torch.Generator().manual_seed(3)) < 0.4).double()
+CLASSES = class_targets(5, ())
+
+MISMATCHES = {
+    "softmax in the model": (
+        probabilities(lambda z: z.softmax(1)),
+        lambda out: F.nll_loss(out.log(), CLASSES),
+        "auto",
+        "outputs are probabilities; return logits",
+    ),
+    "BCELoss": (
+        probabilities(torch.sigmoid),
+        lambda out: F.binary_cross_entropy(out, BINARY),
+        "bernoulli",
+        "outputs are probabilities; return logits",
+    ),
+    "binary loss, categorical likelihood": (
+        Linear(5),
+        lambda out: F.binary_cross_entropy_with_logits(out, BINARY),
+        "categorical",
+        'pass likelihood="bernoulli"',
+    ),
+    "class loss, binary likelihood": (
+        Linear(5),
+        lambda out: F.cross_entropy(out, CLASSES),
+        "bernoulli",
+        'pass likelihood="categorical"',
+    ),
+    "class loss, gaussian likelihood": (
+        Linear(5),
+        lambda out: F.cross_entropy(out, CLASSES),
+        "gaussian",
+        'pass likelihood="categorical"',
+    ),
+    "classes in the last dimension": (
+        Linear(5, 1, last=True),
+        lambda out: F.cross_entropy(out.movedim(-1, 1), class_targets(5, (3,))),
+        "categorical",
+        r"pass likelihood=kfc.Categorical\(axis=-1\)",
+    ),
+    "smooth L1": (
+        Linear(5),
+        lambda out: F.smooth_l1_loss(out, 5 * BINARY - 2.5),
+        "gaussian",
+        "absolute or Huber errors",
+    ),
+    "squared error": (
+        Linear(5),
+        lambda out: F.mse_loss(out, BINARY),
+        "auto",
+        'pass likelihood="gaussian"',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_loss_that_does_not_fit_is_noticed(name):
+    model, loss_of, likelihood, advice = MISMATCHES[name]
+    inputs = batch(*([3] if "last dimension" in name else []))
+    optimizer = kfc.KFC(model, likelihood=likelihood)
+    with pytest.warns(UserWarning, match=advice):
+        loss_of(model(inputs)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        loss_of(model(inputs)).backward()
+    optimizer.close()
+    strict = kfc.KFC(model, likelihood=likelihood, strict=True)
+    with pytest.raises(ValueError, match=advice):
+        loss_of(model(inputs)).backward()
+    strict.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_are_read_in_low_precision(dtype):
+    targets = class_targets(10, ())
+    model = Linear(10).to(dtype)
+    optimizer = kfc.KFC(model, curvature=kfc.Kronecker(fisher="exact"))
+    (5 * F.cross_entropy(model(batch().to(dtype)).float(), targets)).backward()
+    optimizer.step()
+    optimizer.close()
+    reference = Linear(10)
+    expected = exact_factor(reference, batch(), torch.full((N, 1), 5 / N).double())
+    found = optimizer.factors["layer"].derivative.double()
+    assert_close(found, expected, rtol=0.05, atol=0.02 * expected.abs().max().item())
+
+
+def test_the_state_continues_with_what_was_read():
+    targets = class_targets(5, ())
+    states, results = [], []
+    for resume in (False, True):
+        model = Linear(5)
+        optimizer = kfc.KFC(model, seed=1)
+        for step in range(6):
+            if resume and step == 3:
+                optimizer.close()
+                optimizer = kfc.KFC(model, seed=1)
+                optimizer.load_state_dict(states[0])
+            optimizer.zero_grad()
+            (3 * F.cross_entropy(model(batch()), targets)).backward()
+            optimizer.step()
+            if not resume and step == 2:
+                states.append(copy.deepcopy(optimizer.state_dict()))
+        results.append(model.layer.weight.detach().clone())
+        assert "dimension 1" in optimizer.describe()
+        optimizer.close()
+    assert torch.equal(*results)
