@@ -21,6 +21,7 @@ from reference import (
     cross_entropy,
     derivative_factor,
     exact_fisher,
+    fitting_loss,
     receptive_rows,
 )
 from test_layers import Locations
@@ -61,7 +62,7 @@ def preconditioned(model, inputs, curvature, *, damping=1e-3, **options):
     )
     for _ in range(2):
         model.zero_grad()
-        model(inputs).square().sum().backward()
+        fitting_loss(model(inputs)).backward()
         plain = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
         preconditioner.step()
     preconditioner.close()
@@ -210,7 +211,7 @@ def test_second_moments_are_the_exact_blocks_diagonal_in_the_eigenbasis(case):
         model, curvature=curvature, schedule=kfc.Periods(1, kfc.Stretch(20))
     )
     for measured in (False, True):
-        model(inputs).sum().backward()
+        fitting_loss(model(inputs)).backward()
         preconditioner.step()
         inverse = layer_state(preconditioner).inverse
         assert inverse.measured == measured
@@ -291,7 +292,7 @@ def test_second_moments_average_and_are_used_at_once():
     for step in range(1, 6):
         inputs, before = torch.randn(4, 2, 4, 3), basis
         model.zero_grad()
-        model(inputs).square().sum().backward()
+        fitting_loss(model(inputs)).backward()
         index = coordinates(model[0]).flatten()
         flat = torch.cat([p.grad.flatten() for p in model.parameters()])[index]
         preconditioner.step()
@@ -366,7 +367,7 @@ def test_pixels_and_counts_of_several_calls_add_up():
     expected = boundary_counts(model.layer, inputs) + boundary_counts(model.layer, second)
     assert_close(counts, expected)
     factors = kfc.Preconditioner(model, curvature=kfc.Kronecker(fisher="exact"))
-    model(inputs).sum().backward()
+    fitting_loss(model(inputs)).backward()
     factors.step()
     assert_close(preconditioner.factors["layer"].derivative, factors.factors["layer"].derivative)
 

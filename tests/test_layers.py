@@ -14,6 +14,7 @@ from reference import (
     cross_entropy,
     derivative_factor,
     exact_fisher,
+    fitting_loss,
     flat_parameters,
     receptive_rows,
     squared_error,
@@ -37,10 +38,12 @@ class Locations(nn.Module):
 EXACT = kfc.Kronecker(fisher="exact")
 
 
-def after_one_batch(model: nn.Module, inputs: torch.Tensor, curvature=EXACT, **options):
+def after_one_batch(
+    model: nn.Module, inputs: torch.Tensor, curvature=EXACT, loss=fitting_loss, **options
+):
     """Return the preconditioner after one batch, with the exact Fisher matrix."""
     preconditioner = kfc.Preconditioner(model, curvature=curvature, **options)
-    model(inputs).sum().backward()
+    loss(model(inputs)).backward()
     preconditioner.step()
     return preconditioner
 
@@ -177,7 +180,8 @@ def exact_block(model: nn.Module, inputs: torch.Tensor, loss, layer: nn.Module) 
 def test_exact_for_a_convolution_with_gaussian_outputs():
     model = nn.Sequential(nn.Conv2d(2, 3, 2, stride=2))
     inputs = torch.randn(4, 2, 6, 6)
-    factors = after_one_batch(model, inputs, likelihood="gaussian").factors["0"]
+    options = {"likelihood": "gaussian", "loss": squared_error}
+    factors = after_one_batch(model, inputs, **options).factors["0"]
     kfc_block = torch.kron(factors.activation, factors.derivative)
     torch.testing.assert_close(kfc_block, exact_block(model, inputs, squared_error, model[0]))
 
@@ -185,7 +189,8 @@ def test_exact_for_a_convolution_with_gaussian_outputs():
 def test_exact_for_a_deep_linear_network_with_gaussian_outputs():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     inputs = torch.randn(5, 3)
-    factors = after_one_batch(model, inputs, likelihood="gaussian").factors
+    options = {"likelihood": "gaussian", "loss": squared_error}
+    factors = after_one_batch(model, inputs, **options).factors
     for name, layer in model.named_children():
         kfc_block = torch.kron(factors[name].activation, factors[name].derivative)
         torch.testing.assert_close(kfc_block, exact_block(model, inputs, squared_error, layer))
@@ -295,7 +300,7 @@ def test_norm_natural_gradient_solves_the_damped_blocks(damping):
     inputs = torch.randn(6, 4, 3)
     model = nn.Sequential(norm, Locations(inputs))
     preconditioner = kfc.Preconditioner(model, curvature=EXACT, damping=damping)
-    model(inputs).square().sum().backward()
+    fitting_loss(model(inputs)).backward()
     gradient = torch.stack([norm.weight.grad, norm.bias.grad], dim=1)
     preconditioner.step()
     damped = preconditioner.blocks["0"] + damping * torch.eye(2)
@@ -369,7 +374,7 @@ def test_tied_modules_of_one_configuration_are_one_layer():
     tied.zero_grad()
     optimizer = kfc.KFC(tied, curvature=EXACT)
     optimizer.zero_grad()
-    tied(inputs).sum().backward()
+    fitting_loss(tied(inputs)).backward()
     optimizer.step()
     assert set(optimizer.factors) == {"0", "4"}
     torch.testing.assert_close(optimizer.factors["0"], expected)
@@ -401,7 +406,7 @@ def test_other_tied_modules_follow_the_plain_gradient(make):
     model, inputs, plain = make()
     optimizer = kfc.KFC(model, lr=0.1, momentum=0.0, clip=None)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model(inputs).square().sum().backward()
+    fitting_loss(model(inputs)).backward()
     optimizer.step()
     assert set(optimizer.engine.plan.plain) == plain
     for name, p in model.named_parameters():
@@ -515,7 +520,7 @@ def test_exact_factors_behind_batch_normalisation():
     wide = nn.Sequential(nn.Linear(4, 300), nn.BatchNorm1d(300))
     refused = kfc.Preconditioner(wide, curvature=EXACT)
     with pytest.raises(ValueError, match="behind batch normalisation"):
-        wide(torch.randn(8, 4))
+        fitting_loss(wide(torch.randn(8, 4))).backward()
     refused.close()
 
 
