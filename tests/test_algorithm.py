@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import kfc
-from reference import activation_factor, cross_entropy, derivative_factor, exact_fisher
+from reference import (
+    activation_factor,
+    cross_entropy,
+    derivative_factor,
+    exact_fisher,
+    fitting_loss,
+)
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -118,13 +124,22 @@ def test_ten_steps_equal_the_dense_transcription(lr, momentum):
             torch.testing.assert_close([p.detach() for p in mine.parameters()], averages)
 
 
-def test_estimated_factors_are_those_of_the_whole_data_set():
+@pytest.mark.parametrize("known", ["loss", "likelihood"])
+def test_estimated_factors_are_those_of_the_whole_data_set(known):
     model = small_net()
-    batches = [(torch.randn(n, 1, 5, 5), torch.zeros(n)) for n in (4, 4, 2)]
+    batches = [(torch.randn(n, 1, 5, 5), torch.randint(3, (n,))) for n in (4, 4, 2)]
     whole = torch.cat([x for x, _ in batches])
-    optimizer = kfc.KFC(model, curvature=kfc.Kronecker(fisher="exact"))
+    optimizer = kfc.KFC(
+        model,
+        likelihood="auto" if known == "loss" else "categorical",
+        curvature=kfc.Kronecker(fisher="exact"),
+    )
     seen = []
-    optimizer.estimate_factors(batches, progress=lambda done, total: seen.append((done, total)))
+    optimizer.estimate_factors(
+        batches,
+        (lambda outputs, batch: F.cross_entropy(outputs, batch[1])) if known == "loss" else None,
+        progress=lambda done, total: seen.append((done, total)),
+    )
     assert seen == [(1, 3), (2, 3), (3, 3)]
     torch.testing.assert_close(
         optimizer.factors["0"].activation, activation_factor(model[0], whole)[0]
@@ -140,7 +155,7 @@ def test_step_one_averages_after_estimate_factors():
     model = small_net()
     x = torch.randn(4, 1, 5, 5)
     optimizer = kfc.KFC(model, curvature=kfc.Kronecker(fisher="exact", factor_decay=0.25))
-    optimizer.estimate_factors([x])
+    optimizer.estimate_factors([x], lambda outputs, _: fitting_loss(outputs))
     before = optimizer.factors["0"].activation.clone()
     other = torch.randn(4, 1, 5, 5)
     F.cross_entropy(model(other), torch.zeros(4, dtype=torch.long)).backward()
@@ -153,12 +168,12 @@ def test_sampled_factors_converge_to_the_exact_ones():
     model = small_net()
     x = torch.randn(8, 1, 5, 5)
     exact = kfc.Preconditioner(model, curvature=kfc.Kronecker(fisher="exact"))
-    exact.estimate_factors([x])
+    exact.estimate_factors([x], lambda outputs, _: fitting_loss(outputs))
     exact.close()
     errors = []
     for draws in (20, 500):
         sampled = kfc.Preconditioner(model, curvature=kfc.Kronecker(fisher="sampled"), seed=1)
-        sampled.estimate_factors([x] * draws)
+        sampled.estimate_factors([x] * draws, lambda outputs, _: fitting_loss(outputs))
         sampled.close()
         for name in exact.factors:
             torch.testing.assert_close(

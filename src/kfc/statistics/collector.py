@@ -73,7 +73,6 @@ class Collector:
         self._due = True
         self._estimating = False
         self._has_loss = True
-        self._passes = 0
         self._clock_device: torch.device | None = None
         self._batch = BatchStatistics()
 
@@ -94,7 +93,6 @@ class Collector:
         self._reducer.drop()
         self._batch = BatchStatistics()
         self._observations.clear()
-        self._passes = 0
         self.spent, self.started = 0.0, None
 
     @contextmanager
@@ -240,7 +238,6 @@ class Collector:
                 self._batch.add(moments, observation.examples, scale)
         self.spent += recorded.seconds + now(self._clock_device) - start
         self.spent_in_forward += 0.0 if self._fisher == "empirical" else recorded.seconds
-        self._passes += 1
         observation.forget_graph()
         if self._estimating:
             self._observations.remove(observation)
@@ -322,20 +319,16 @@ class Collector:
             self.spent += now(self._clock_device) - start
         without_scale = self.losses.settle(self._loss_scale)
         if batch.examples:
-            # Ranks share a step; passes of an estimate are steps of their own.
-            parts = self._all_passes() if self._estimating else self._reducer.size
-            batch.scale(without_scale * self._growth(1, batch.examples / parts))
+            growth = self._growth(1, batch.examples / self._reducer.size)
+            batch.scale(without_scale * growth)
         return batch
 
-    def _all_passes(self) -> float:
-        return sum(count for (count,) in self._reducer.gather([float(self._passes)]))
-
     def _growth(self, part: float, whole: float) -> float:
-        """Return the ratio of the loss's curvature on ``whole`` examples to that on ``part``."""
-        return whole / part if self._is_summed() else 1.0
+        """Return the ratio of the loss's curvature on ``whole`` examples to that on ``part``.
 
-    def _is_summed(self) -> bool:
-        return self.losses.is_summed if self._has_loss else self.losses.reduction_is_sum
+        Passes of an estimate are steps of their own, of which the mean over examples is taken.
+        """
+        return 1.0 if self._estimating else self.losses.growth(part, whole)
 
     def _empirical_scale(self, observation: Observation) -> float:
         """Return the factor of squared derivatives of the user's own backward pass.
@@ -354,7 +347,7 @@ class Collector:
             return scale  # the weights contain the loss scale
         examples = sum(each.examples for each in self.observations)
         scale /= self._loss_scale**2
-        return scale if self._is_summed() else scale * examples**2 / observation.examples
+        return scale if self.losses.is_summed else scale * examples**2 / observation.examples
 
     def is_finite(self) -> bool:
         """Return whether what was collected so far is finite; waits for the device."""
