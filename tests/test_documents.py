@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "docs/index.md", "docs/layers.md", "docs/analysis.md"]
+    "document",
+    ["README.md", "docs/index.md", "docs/losses.md", "docs/layers.md", "docs/analysis.md"],
 )
 def test_snippets_in_the_documents_run(document):
     """As written, one after the other, on a model and a loader."""

@@ -191,6 +191,89 @@ def test_soft_targets_follow_the_reduction(reduction):
         assert "as the reduction says" in described
 
 
+def grey_targets(*, with_black: bool) -> Tensor:
+    grey = 0.1 + 0.8 * torch.rand(N, 5, generator=torch.Generator().manual_seed(5)).double()
+    return torch.where(grey < 0.3, 0, grey) if with_black else grey
+
+
+# The lines of the second table of docs/losses.md: the loss, the likelihood, and the ratio.
+APPROXIMATED = {
+    "soft targets": (
+        lambda z, part: F.cross_entropy(z, soft_targets(5)[part]),
+        "auto",
+        1,
+    ),
+    "soft targets, a small factor": (
+        lambda z, part: 0.1 * F.cross_entropy(z, soft_targets(5)[part]),
+        "auto",
+        10,
+    ),
+    "soft targets, a given factor": (
+        lambda z, part: 0.1 * F.cross_entropy(z, soft_targets(5)[part]),
+        kfc.Categorical(weight=0.1),
+        1,
+    ),
+    "grey targets": (
+        lambda z, part: F.binary_cross_entropy_with_logits(z, grey_targets(with_black=False)[part]),
+        "bernoulli",
+        1,
+    ),
+    "grey and black targets, any factor": (
+        lambda z, part: (
+            7 * F.binary_cross_entropy_with_logits(z, grey_targets(with_black=True)[part])
+        ),
+        "bernoulli",
+        1,
+    ),
+    "squared error, sum": (
+        lambda z, part: F.mse_loss(z, soft_targets(5)[part], reduction="sum"),
+        "gaussian",
+        1 / (5 * N),
+    ),
+    "squared error, given sum": (
+        lambda z, part: F.mse_loss(z, soft_targets(5)[part], reduction="sum"),
+        kfc.Gaussian("sum"),
+        1,
+    ),
+    "squared error, given factor": (
+        lambda z, part: 3 * F.mse_loss(z, soft_targets(5)[part]),
+        kfc.Gaussian(weight=3.0),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", APPROXIMATED)
+def test_what_cannot_be_read_follows_the_reduction(name):
+    loss_of, likelihood, expected = APPROXIMATED[name]
+    ratio, _ = norm_ratio(Linear(5), batch(), loss_of, likelihood=likelihood)
+    assert ratio == pytest.approx(expected, rel=1e-6)
+
+
+def test_label_smoothing_with_class_weights_is_approximated():
+    targets, weight = class_targets(5, ()), torch.linspace(0.2, 2.0, 5).double()
+
+    def loss_of(outputs, part):
+        return F.cross_entropy(outputs, targets[part], weight=weight, label_smoothing=0.1)
+
+    ratio, described = norm_ratio(Linear(5), batch(), loss_of)
+    assert 0.5 < ratio < 2
+    assert "as the reduction says" in described
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_two_classes(smoothing):
+    """Targets of two classes are read if they are not smoothed."""
+    targets = class_targets(2, ())
+
+    def loss_of(outputs, part):
+        return F.cross_entropy(outputs, targets[part], label_smoothing=smoothing)
+
+    ratio, described = norm_ratio(Linear(2), batch(), loss_of)
+    assert ratio == pytest.approx(1, rel=1e-7)
+    assert ("as the reduction says" if smoothing else "read from the loss") in described
+
+
 def test_soft_targets_with_larger_weights_are_noticed():
     """No target allows a derivative larger than its weight."""
     targets = soft_targets(6)
@@ -494,6 +577,40 @@ def test_a_loss_that_does_not_fit_is_noticed(name):
     with pytest.raises(ValueError, match=advice):
         loss_of(model(inputs)).backward()
     strict.close()
+
+
+def test_equal_outputs_do_not_decide():
+    """Squared errors of outputs that are all zero look like binary cross-entropy."""
+    model = Linear(5)
+    nn.init.zeros_(model.layer.weight)
+    nn.init.zeros_(model.layer.bias)
+    optimizer = kfc.KFC(model, clip=None)
+    for expected in ("Bernoulli", "Gaussian"):
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            F.mse_loss(model(batch()), BINARY).backward()
+        optimizer.step()
+        assert expected in optimizer.describe()
+    optimizer.close()
+
+
+def test_the_loss_is_examined_again_after_a_thousand_steps(monkeypatch):
+    monkeypatch.setattr("kfc.fisher.loss.EXAMINATION_PERIOD", 3)
+    model = Linear(5)
+    optimizer = kfc.KFC(model, clip=None)
+    losses = [lambda z: F.cross_entropy(z, CLASSES)] * 3 + [lambda z: F.mse_loss(z, BINARY)] * 2
+    messages = []
+    for loss_of in losses:
+        optimizer.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss_of(model(batch())).backward()
+        optimizer.step()
+        messages.append([str(w.message) for w in caught if "does not fit" in str(w.message)])
+    optimizer.close()
+    assert [len(found) for found in messages] == [0, 0, 0, 1, 0]
+    assert "does not sum to zero over the classes" in messages[3][0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -49,6 +49,8 @@ class Loss:
         self._warned = False
         # Weights of one value (0 or 1) as targets, so that every reading counts.
         self._is_hard = False
+        # The likelihood was chosen, but another batch may lead to another choice.
+        self._is_provisional = False
         # All derivatives so far were zero, or not finite.
         self._is_silent = True
         # The weight of terms that cannot be read.
@@ -73,8 +75,9 @@ class Loss:
             return
         self._is_silent = False
         fit = Fit(outputs, derivative)
-        if self.likelihood is None:
+        if self.likelihood is None or self._is_provisional:
             self.likelihood, self.reason, advice = fit.choose()
+            self._is_provisional = not fit.is_decisive(self.likelihood)
             what = "the likelihood cannot be told from the loss"
         else:
             advice = fit.mismatch(self.likelihood)
@@ -83,7 +86,7 @@ class Loss:
         if advice:
             self._report(f"{what}: {advice}")
         self._decide(fit)
-        if fit.is_decisive(self.likelihood):
+        if not self._is_provisional:
             self._examined_at = step
 
     def assume(self, outputs: Tensor) -> None:
@@ -186,6 +189,7 @@ class Loss:
             "is_read": self.is_read,
             "is_hard": self._is_hard,
             "examined_at": self._examined_at,
+            "is_provisional": self._is_provisional,
             "typical": None if self._typical is None else float(self._typical),
             "scale": self._scale,
         }
@@ -207,6 +211,7 @@ class Loss:
         self.reason = state["reason"]
         self.is_read, self._is_hard = state["is_read"], state["is_hard"]
         self._examined_at = state["examined_at"]
+        self._is_provisional = state["is_provisional"]
         typical = state["typical"]
         self._typical = None if typical is None else torch.tensor(typical, dtype=torch.float64)
         self._scale, self._scale_is_settled = state["scale"], True
