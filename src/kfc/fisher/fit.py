@@ -1,0 +1,177 @@
+"""Comparison of a loss's derivative in the outputs with those of the likelihoods."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfc._helpers import at_least_float32
+from kfc.fisher.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from kfc.fisher.reading import Reading, tolerance
+
+# The part of the readings that agree with another one, if targets are 0 or 1.
+TIED = 0.9
+# The part of elements with a target of exactly 0 or 1 that is enough to read their common weight.
+FEWEST_HARD = 0.02
+
+
+class Fit(NamedTuple):
+    """The outputs of a model and the derivative of the loss in them, compared with likelihoods."""
+
+    outputs: Tensor
+    derivative: Tensor
+
+    def choose(self) -> tuple[Likelihood, str, str]:
+        """Return the likelihood that fits, why, and what to do if none fits with certainty."""
+        for axis in self._axes():
+            if self._sums_to_zero(axis):
+                why = f"the derivative of the loss sums to zero over dimension {axis}"
+                return Categorical(axis=axis), why, ""
+            if self._are_log_probabilities(axis):
+                why = f"the outputs are log-probabilities over dimension {axis}"
+                return Categorical(axis=axis), why, ""
+        if self._is_bernoulli():
+            why = "the derivative of the loss has equal weights if targets are 0 or 1"
+            return Bernoulli(), why, self.probabilities()
+        advice = self.probabilities() or (
+            "its derivative is not that of cross-entropy with class or binary targets, so it is "
+            'taken for a mean squared error; pass likelihood="gaussian", "bernoulli" or '
+            '"categorical", or a kfc.Likelihood'
+        )
+        return Gaussian(), "no other likelihood fits the derivative of the loss", advice
+
+    def mismatch(self, likelihood: Likelihood) -> str:
+        """Return what does not fit and what to do; empty if the likelihood fits."""
+        other = [axis for axis in self._axes() if self._sums_to_zero(axis)]
+        if isinstance(likelihood, Categorical):
+            axis = likelihood.axis
+            if self._sums_to_zero(axis) or self._are_log_probabilities(axis):
+                return ""
+            if other:
+                return (
+                    f"its derivative sums to zero over dimension {other[0]} of the outputs, not "
+                    f"over dimension {axis}; pass likelihood=kfc.Categorical(axis={other[0]})"
+                )
+            hint = 'likelihood="bernoulli"' if self._is_bernoulli() else 'likelihood="auto"'
+            return self.probabilities() or (
+                f"its derivative does not sum to zero over the classes (dimension {axis}), as that "
+                f"of cross-entropy does; pass {hint}, or select the logits with output="
+            )
+        if isinstance(likelihood, (Bernoulli, Gaussian)) and other and self._is_certain(other[0]):
+            return (
+                f"its derivative is that of cross-entropy over dimension {other[0]}; pass "
+                'likelihood="categorical"'
+            )
+        if isinstance(likelihood, Bernoulli):
+            return self.probabilities()
+        if isinstance(likelihood, Gaussian) and self._has_constant_size():
+            return (
+                "many elements of its derivative have the same size, as with absolute or Huber "
+                "errors, whose curvature is not that of squared errors; use mse_loss, or pass a "
+                "kfc.Likelihood of your own"
+            )
+        return ""
+
+    def probabilities(self) -> str:
+        """Return advice if the outputs are probabilities instead of logits."""
+        z = at_least_float32(self.outputs)
+        if bool((z < 0).any()) or bool((z > 1).any()):
+            return ""
+        over_classes = any(bool(((z.sum(axis) - 1).abs() <= 1e-3).all()) for axis in self._axes())
+        g = self.derivative.to(z)
+        readings = torch.where(g < 0, -g * z, g * (1 - z)).flatten()
+        if over_classes or (_tied_part(readings[readings > 0]) >= TIED and z.std() > 1e-3):
+            return (
+                "the model's outputs are probabilities; return logits from the model and use "
+                "cross_entropy or binary_cross_entropy_with_logits, or select the logits with "
+                "output="
+            )
+        return ""
+
+    def is_decisive(self, likelihood: Likelihood) -> bool:
+        """Return whether another batch would lead to the same choice."""
+        return not isinstance(likelihood, Bernoulli) or self._outputs_vary()
+
+    def has_two_classes(self, likelihood: Likelihood) -> bool:
+        if isinstance(likelihood, Categorical):
+            return self.outputs.shape[likelihood.axis] == 2
+        return isinstance(likelihood, Bernoulli)
+
+    def precise(self, reading: Reading) -> Tensor:
+        """Return the readings that are not zero and hardly affected by rounding."""
+        weights = reading.weights
+        size = self.derivative.abs().to(weights)
+        if size.shape != weights.shape:  # two classes: both derivatives have the same size
+            size = size.amax(_class_axis(size, weights), keepdim=True)
+        used = (weights > 0) & (size > 1e-3 * weights)
+        return weights[used] if bool(used.any()) else weights[weights > 0]
+
+    def _axes(self) -> list[int]:
+        """Return the dimensions that may be those of classes."""
+        dimensions = self.outputs.dim()
+        axes = [1] if dimensions == 2 else [1, -1] if dimensions > 2 else []
+        return [axis for axis in axes if self.outputs.shape[axis] > 1]
+
+    def _sums_to_zero(self, axis: int) -> bool:
+        g = at_least_float32(self.derivative)
+        allowed = max(1e-3, 4 * torch.finfo(self.derivative.dtype).eps) * g.abs().sum(axis)
+        return bool((g.sum(axis).abs() <= allowed).all())
+
+    def _are_log_probabilities(self, axis: int) -> bool:
+        if bool((self.derivative > 0).any()):
+            return False
+        total = at_least_float32(self.outputs).logsumexp(axis)
+        allowed = max(1e-3, 4 * torch.finfo(self.outputs.dtype).eps * self.outputs.shape[axis])
+        return bool((total.abs() <= allowed).all())
+
+    def _is_certain(self, axis: int) -> bool:
+        reading = Categorical(axis=axis).read(self.outputs, self.derivative)
+        return bool(reading.certain.all())
+
+    def _is_bernoulli(self) -> bool:
+        readings = self.precise(Bernoulli().read(self.outputs, self.derivative))
+        return _tied_part(readings) >= TIED
+
+    def _outputs_vary(self) -> bool:
+        z = at_least_float32(self.outputs)
+        return z.numel() > 1 and bool(z.sigmoid().std() > 1e-3)
+
+    def _has_constant_size(self) -> bool:
+        sizes = self.derivative.abs().flatten()
+        largest = sizes >= (1 - tolerance(self.derivative)) * sizes.amax()
+        # The largest one agrees with itself, and a few others may do so by chance.
+        return int(largest.sum()) > max(3, 0.1 * sizes.numel())
+
+
+def _class_axis(wide: Tensor, narrow: Tensor) -> int:
+    return next(i for i in range(wide.dim()) if wide.shape[i] != narrow.shape[i])
+
+
+def _tied_part(readings: Tensor) -> float:
+    """Return the part of the readings that agree with another one."""
+    if readings.numel() < 2:
+        return 0.0
+    ordered = readings.flatten().double().sort().values
+    close = ordered[1:] <= (1 + 1e-3) * ordered[:-1]
+    tied = torch.zeros(len(ordered), dtype=torch.bool, device=ordered.device)
+    tied[1:] |= close
+    tied[:-1] |= close
+    return float(tied.double().mean())
+
+
+def hardness(readings: Tensor, assumed: float) -> tuple[bool, float | None]:
+    """Return whether all targets are 0 or 1, and otherwise their common weight if it is certain.
+
+    Readings of targets between 0 and 1 are below the weight and differ from each other.
+
+    Args:
+        readings: c if targets are 0 or 1, otherwise a lower bound.
+        assumed: the weight that the reduction says.
+    """
+    if readings.numel() == 1 or _tied_part(readings) >= TIED:
+        return True, None
+    largest = float(readings.amax())
+    at_top = readings >= (1 - 1e-3) * largest
+    if int(at_top.sum()) >= max(2, FEWEST_HARD * readings.numel()):
+        return False, largest
+    return largest > (1 + 1e-3) * assumed, None
