@@ -218,9 +218,16 @@ APPROXIMATED = {
         "bernoulli",
         1,
     ),
-    "grey and black targets, any factor": (
+    "grey and black targets, a large factor": (
         lambda z, part: (
             7 * F.binary_cross_entropy_with_logits(z, grey_targets(with_black=True)[part])
+        ),
+        "bernoulli",
+        1,
+    ),
+    "grey and black targets, a small factor": (
+        lambda z, part: (
+            0.1 * F.binary_cross_entropy_with_logits(z, grey_targets(with_black=True)[part])
         ),
         "bernoulli",
         1,

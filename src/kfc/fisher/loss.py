@@ -53,7 +53,7 @@ class Loss:
         # The weight of terms that cannot be read.
         self._typical: Tensor | None = None
         # If weights are not read: their ratio to those of the reduction.
-        self._scale = 1.0
+        self._scale = self._least_scale = 1.0
         self._scale_is_settled = True
 
     # Examination
@@ -121,9 +121,9 @@ class Loss:
             self.is_read = True
             return
         least = float(reading.weights.amax())
-        weight = max(assumed, least) if uniform is None else uniform
-        self._scale = weight / assumed
-        self._scale_is_settled = weight == assumed
+        self._least_scale = 1.0 if uniform is None else 0.0
+        self._scale = max(self._least_scale, (uniform or least) / assumed)
+        self._scale_is_settled = self._scale == 1
 
     def _report(self, message: str) -> None:
         if self._name:
@@ -163,7 +163,8 @@ class Loss:
         if self._scale_is_settled:
             return 1.0
         before = self._scale
-        self._scale, self._scale_is_settled = max(1.0, before / loss_scale), True
+        self._scale = max(self._least_scale, before / loss_scale)
+        self._scale_is_settled = True
         return self._scale / before
 
     def describe(self) -> str:
