@@ -26,6 +26,7 @@ class ModelCurvature:
     def __init__(self, plan: Plan, options: Approximation, reducer: Reducer) -> None:
         self.layers = {name: options.for_layer(layer) for name, layer in plan.layers.items()}
         self.options = options
+        self._decay = float(options.factor_decay)
         self._layer_of = plan.layer_of
         self._reducer = reducer
 
@@ -47,7 +48,7 @@ class ModelCurvature:
         """
         for name, moments in batch.moments.items():
             means = tuple(moment.to_mean_() for moment in moments)
-            self.layers[name].average_in_(means, self.options.factor_decay)
+            self.layers[name].average_in_(means, self._decay)
 
     def replace_(self, batch: BatchStatistics) -> None:
         """Replace all that is known about the layers by the statistics of a batch."""

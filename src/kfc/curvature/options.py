@@ -1,8 +1,9 @@
 """The value objects that choose how a model's Fisher matrix is approximated."""
 
+import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
 
 from kfc._helpers import require_choice, require_number, require_whole
 from kfc.curvature.channels import ChannelCurvature
@@ -17,6 +18,10 @@ from kfc.layers import Layer, MatrixLayer, NormalisationLayer
 
 FisherKind = Literal["sampled", "exact", "empirical"]
 InverseKind = Literal["factored", "eigen"]
+Decay = float | Literal["averaging"]
+
+#: The word for ξ = exp(-1/τ), with τ the timescale of the averaged parameters (Algorithm 1).
+AVERAGING: Literal["averaging"] = "averaging"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +29,31 @@ class Approximation(ABC):
     """An approximation of the Fisher matrix with its options; see :class:`Kronecker`."""
 
     fisher: FisherKind = "sampled"
-    factor_decay: float = 0.95
+    factor_decay: Decay = 0.95
 
     #: The string that stands for the approximation with its default options.
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
         require_choice("fisher", self.fisher, ("sampled", "exact", "empirical"))
-        require_number("factor_decay", self.factor_decay, below=1)
+        if isinstance(self.factor_decay, str) and self.factor_decay != AVERAGING:
+            raise ValueError(
+                f'factor_decay must be a number or "{AVERAGING}", got {self.factor_decay!r}'
+            )
+        if self.factor_decay != AVERAGING:
+            require_number("factor_decay", self.factor_decay, below=1)
+
+    def with_decay(self, averaging_timescale: float | None) -> Self:
+        """Return the approximation with a number as ξ: exp(-1/τ) in place of ``"averaging"``."""
+        if self.factor_decay != AVERAGING:
+            return self
+        if averaging_timescale is None:
+            raise ValueError(
+                f'factor_decay="{AVERAGING}" is exp(-1/τ) with τ = averaging_timescale, which is '
+                "not given: pass averaging_timescale= to the optimizer, or a number as factor_decay"
+            )
+        require_number("averaging_timescale", averaging_timescale, positive=True)
+        return replace(self, factor_decay=math.exp(-1 / averaging_timescale))
 
     @property
     def inverse_kind(self) -> str:
@@ -61,7 +83,10 @@ class Kronecker(Approximation):
         fisher: the targets of the Fisher matrix: ``"sampled"`` from the model (one draw), the
             ``"exact"`` expectation over them, or ``"empirical"``, the targets of the data, taken
             from the user's own backward pass.
-        factor_decay: ξ, the weight of the old value in the moving averages.
+        factor_decay: ξ, the weight of the old value in the moving averages (eqn 33). It applies to
+            each update of the statistics, not to each step: with statistics every T_s steps, the
+            averages cover about T_s / (1 - ξ) steps. ``"averaging"``: ξ = exp(-1/τ) with τ the
+            ``averaging_timescale`` of the optimizer, as in Algorithm 1.
         inverse: ``"factored"`` damps each factor (Cholesky decompositions); ``"eigen"`` adds the
             damping to the products of eigenvalues exactly.
         max_factor_size: wider factors keep their diagonal only.

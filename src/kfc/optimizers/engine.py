@@ -38,6 +38,7 @@ class Engine:
 
     Args:
         norm_rate: the expected number of exact Fisher norms per step, for a budget.
+        averaging_timescale: τ of the averaged parameters, which may determine ξ.
 
     The other arguments are those of :class:`kfc.Preconditioner`.
 
@@ -61,8 +62,9 @@ class Engine:
         schedule: Periods | Budget,
         parallel: Parallel | None,
         norm_rate: float = 0.0,
+        averaging_timescale: float | None = None,
     ) -> None:
-        options = resolve_curvature(curvature)
+        options = resolve_curvature(curvature).with_decay(averaging_timescale)
         _check_model(model)
         if seed is not None:
             require_whole("seed", seed, low=None)

@@ -89,6 +89,7 @@ class KFAC(CurvatureOptimizer):
             curvature=curvature,
             schedule=schedule,
             parallel=parallel,
+            averaging_timescale=averaging_timescale,
         )
         super().__init__(engine, defaults, groups, averaging_timescale)
         self.lr = lr

@@ -92,6 +92,7 @@ class KFC(CurvatureOptimizer):
             schedule=schedule,
             parallel=parallel,
             norm_rate=0.0 if self._clip is None else self._clip.lowest_rate,
+            averaging_timescale=averaging_timescale,
         )
         super().__init__(engine, defaults, groups, averaging_timescale, fallback_lr)
 
