@@ -129,6 +129,7 @@ class RunComponents(NetworkComponents):
         model: the network itself; ``loss`` runs it through ``replica``.
         averages: the averaged parameters.
         first_image: of the training set, as a batch.
+        estimated_examples: the number of training examples of the first estimate of the factors.
     """
 
     def __init__(self, config: RunConfig, data: Dataset, ranks: Ranks | None = None) -> None:
@@ -146,17 +147,18 @@ class RunComponents(NetworkComponents):
                     rank=ranks.rank,
                     ranks=ranks.size,
                 )
-        with failing_together(ranks), config_errors():
-            costs = weight_costs(config, self.model)
-            setup = Setup(config.lr, costs, config.seed, self.task.likelihood)
-            self.optimizer = optimizer_options(config.optimizer, config.options).make(
-                self.model, setup
-            )
-        with explained_collectives(ranks):
-            self.replica = Replica(self.model, ranks, self.device)
         epoch = len(self.batches) * config.batch_size
         averaged = config.averaging_examples or min(epoch, PAPER_AVERAGING_EXAMPLES)
-        self.averages = Averages(self.model, averaged / config.batch_size)
+        timescale = averaged / config.batch_size
+        with failing_together(ranks), config_errors():
+            costs = weight_costs(config, self.model)
+            setup = Setup(config.lr, costs, config.seed, self.task.likelihood, timescale)
+            options = optimizer_options(config.optimizer, config.options)
+            self.estimated_examples = options.first_estimate(self.batches.examples)
+            self.optimizer = options.make(self.model, setup)
+        with explained_collectives(ranks):
+            self.replica = Replica(self.model, ranks, self.device)
+        self.averages = Averages(self.model, timescale)
         self.first_image, _ = self.examples(data.train, 1)
         self._evaluated = {
             "train": (data.train, min(self.batches.examples, config.evaluation_examples)),

@@ -12,7 +12,7 @@ import torch
 
 from kfc.lab.networks import NETWORKS
 from kfc.lab.optimizers import OPTIMIZERS, all_optimizer_options, optimizer_options
-from kfc.lab.options import ConfigError, check_options, duration, option, options_of
+from kfc.lab.options import ConfigError, check_options, duration, number_or, option, options_of
 
 __all__ = ["ConfigError", "RunConfig", "config_from_dict", "make_config"]
 
@@ -35,14 +35,6 @@ RECORDS = "Machine and records"
 _data, _optimizer, _length, _records = (
     partial(option, panel=panel, positive=True) for panel in (DATA, OPTIMIZER, LENGTH, RECORDS)
 )
-
-
-def number_or_paper(text: str) -> float | str:
-    """Return a number, or the word "paper"."""
-    try:
-        return text if text == PAPER else float(text)
-    except ValueError:
-        raise ValueError(f'must be a number or "{PAPER}", got {text!r}') from None
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,7 @@ class RunConfig:
         0.0,
         f'Weight decay λ of weights (not of biases and scales), or "{PAPER}" for the network\'s',
         positive=False,
-        parse=number_or_paper,
+        parse=number_or(PAPER),
         word=PAPER,
     )
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -36,6 +36,18 @@ class Costs:
         self._sums[part] += elapsed
         self._updates += part == "data"
 
+    @contextmanager
+    def first_estimate(self) -> Iterator[None]:
+        """Count the time of the first estimate of the factors, which is no part of an update.
+
+        An estimate that fails is not counted.
+        """
+        start = perf_counter()
+        yield
+        self.training_seconds += perf_counter() - start
+        if isinstance(self._optimizer, CurvatureOptimizer):
+            self._forward_before = self._optimizer.engine.collector.spent_in_forward
+
     def means_since_last_time(self) -> dict[str, float]:
         """Return the mean seconds per update by part since the last call.
 

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from kfc.curvature.options import APPROXIMATIONS, Approximation
+from kfc.curvature.options import APPROXIMATIONS, AVERAGING, Approximation
 from kfc.distributed.options import PLACEMENTS, Parallel
-from kfc.lab.options import ConfigError, Option, check_options, option, options_of
+from kfc.lab.options import ConfigError, Option, check_options, number_or, option, options_of
 from kfc.optimizers import KFAC, KFC
 from kfc.optimizers.options import Adaptation
 from kfc.schedule import Budget, Periods, Stretch
@@ -27,12 +27,14 @@ class Setup:
         lr: ``None`` if the optimizer adapts its learning rate.
         weight_costs: weight decay λ by parameter name; parameters without an entry have none.
         likelihood: the likelihood that belongs to the loss, as :class:`kfc.KFC` takes it.
+        averaging_timescale: τ of the averaged parameters, in updates.
     """
 
     lr: float | None
     weight_costs: Mapping[str, float]
     seed: int
     likelihood: str
+    averaging_timescale: float | None = None
 
     def groups(
         self, named: Iterable[tuple[str, Tensor | str]], key: str = "params", **options: Any
@@ -58,6 +60,14 @@ class OptimizerOptions(ABC):
     def make(self, model: nn.Module, setup: Setup) -> Optimizer:
         """Return the optimizer for a model."""
 
+    def first_estimate(self, available: int) -> int:
+        """Return the number of training examples of the first estimate of the factors.
+
+        Args:
+            available: the number of examples in the training set.
+        """
+        return 0
+
 
 # KFC and KFAC
 
@@ -70,6 +80,7 @@ class CurvatureOptions(OptimizerOptions):
 
     batch_size = 512
     periods: ClassVar[Periods] = Periods()  # where no period is given
+    estimates_first: ClassVar[bool]  # whether to make a first estimate if no number is given
     statistics_period: int | None = option(
         None,
         "Steps T_s between updates of the factors; by default 1 for kfac, rising to 10 for kfc",
@@ -87,8 +98,18 @@ class CurvatureOptions(OptimizerOptions):
         None, "Targets of the Fisher matrix: sampled (default), exact or empirical"
     )
     inverse: str | None = option(None, "Form of the damped inverse: factored (default) or eigen")
-    factor_decay: float = option(
-        Approximation.factor_decay, "Weight ξ of the old value in the moving averages"
+    factor_decay: float | str = option(
+        Approximation.factor_decay,
+        "Weight ξ of the old value in the moving averages, at each update of the factors; "
+        f'"{AVERAGING}" for exp(-1/τ), as in the paper, with τ that of the averaged parameters',
+        parse=number_or(AVERAGING),
+        word=AVERAGING,
+    )
+    estimate_factors: int | None = option(
+        None,
+        "Training examples for a first estimate of the factors, before the first update, as in "
+        "Algorithm 1; 0 for none; by default all for kfc and none for kfac, which updates its "
+        "factors in every step",
     )
     inverse_placement: str = option(
         "auto", f"Which of several processes inverts which factor: {', '.join(PLACEMENTS)}"
@@ -99,6 +120,25 @@ class CurvatureOptions(OptimizerOptions):
     max_staleness: int | None = option(
         None, "Largest age in steps of asynchronous inverses; by default T_f"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fisher == "empirical" and self.estimate_factors:
+            raise ConfigError(
+                f"estimate_factors must be 0 with fisher 'empirical', got {self.estimate_factors}: "
+                "the estimate draws targets from the model"
+            )
+
+    def first_estimate(self, available: int) -> int:
+        if self.estimate_factors is None:
+            possible = self.estimates_first and self.fisher != "empirical"
+            return available if possible else 0
+        if self.estimate_factors > available:
+            raise ConfigError(
+                f"estimate_factors must be at most the examples used ({available}), got "
+                f"{self.estimate_factors}"
+            )
+        return self.estimate_factors
 
     def _arguments(self, setup: Setup) -> dict[str, Any]:
         """Return the arguments that :class:`kfc.KFC` and :class:`kfc.KFAC` have in common."""
@@ -111,7 +151,7 @@ class CurvatureOptions(OptimizerOptions):
             "groups": setup.groups(((name, name) for name in setup.weight_costs), key="prefix"),
             "likelihood": setup.likelihood,
             "seed": setup.seed,
-            "curvature": approximation(**given),
+            "curvature": approximation(**given).with_decay(setup.averaging_timescale),
             "schedule": Periods(
                 self.statistics_period or self.periods.statistics,
                 self.inverse_period or self.periods.inverse,
@@ -130,7 +170,7 @@ class CurvatureOptions(OptimizerOptions):
 class KFCOptions(CurvatureOptions):
     """Options of :class:`kfc.KFC`."""
 
-    lr = 3e-3
+    lr, estimates_first = 3e-3, True
     momentum: float = option(0.9, "Momentum μ")
     damping: float = option(1e-3, "Damping γ")
     fisher_clip: float = option(0.3, CLIP)
@@ -157,7 +197,7 @@ class KFCOptions(CurvatureOptions):
 class KFACOptions(CurvatureOptions):
     """Options of :class:`kfc.KFAC`."""
 
-    lr, periods = None, Periods(1, Stretch(20))
+    lr, periods, estimates_first = None, Periods(1, Stretch(20)), False
     momentum: float | None = option(None, "Momentum μ")
     model_damping: float | None = option(None, "Fixed damping λ of the quadratic model")
     factor_damping: float | None = option(None, "Fixed damping γ of the factors")

@@ -99,6 +99,19 @@ def check_options(values: Any) -> None:
         declared.check(getattr(values, name))
 
 
+def number_or(word: str) -> Callable[[str], float | str]:
+    """Return a parser of a number, or of this word in its place."""
+
+    def parse(text: str) -> float | str:
+        try:
+            return text if text == word else float(text)
+        except ValueError:
+            raise ValueError(f'must be a number or "{word}", got {text!r}') from None
+
+    parse.__name__ = f"number or {word}"
+    return parse
+
+
 def duration(text: str) -> float:
     """Return the seconds in a text such as "90", "90s", "10m" or "1.5h"."""
     units = {"s": 1.0, "m": 60.0, "h": 3600.0}

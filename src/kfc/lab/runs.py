@@ -1,8 +1,9 @@
 """Run folders.
 
 ``config.json`` holds everything needed to repeat a run. ``metrics.jsonl`` has a row for every few
-updates ("progress"), for every evaluation and for the end. ``checkpoint.pt`` is the last
-checkpoint. ``events.out.tfevents...`` has the same numbers for TensorBoard.
+updates ("progress"), for the first estimate of the factors, for every evaluation and for the end.
+``checkpoint.pt`` is the last checkpoint. ``events.out.tfevents...`` has the same numbers for
+TensorBoard.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from kfc.lab.config import ConfigError, RunConfig, config_from_dict
 from kfc.lab.data import Dataset
 
 FORMAT = 1
+KINDS = ("estimate", "evaluation", "progress", "end")
 CONFIG, METRICS, CHECKPOINT, LOCK = "config.json", "metrics.jsonl", "checkpoint.pt", ".lock"
 
 
@@ -50,6 +52,8 @@ class Record:
         evaluations: rows of losses, errors (in percent) and diagnostics.
         progress: rows of batch losses, Fisher norms and clip factors.
         end: the row that says why the run has ended, if it has.
+        estimate: the row of the first estimate of the factors, if there was one; its ``seconds``
+            are the time of the estimate, because nothing is trained before it.
     """
 
     path: Path
@@ -60,12 +64,13 @@ class Record:
     evaluations: list[dict[str, Any]]
     progress: list[dict[str, Any]]
     end: dict[str, Any] | None
+    estimate: dict[str, Any] | None = None
 
 
 def read_record(path: Path) -> Record:
     """Read a run folder; the run may be in progress, or may have been killed."""
     header = _read_header(path)
-    rows: dict[str, list[dict[str, Any]]] = {"evaluation": [], "progress": [], "end": []}
+    rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     for row in _read_rows(path / METRICS):
         rows[row["kind"]].append(row)
     return Record(
@@ -77,6 +82,7 @@ def read_record(path: Path) -> Record:
         rows["evaluation"],
         rows["progress"],
         rows["end"][-1] if rows["end"] else None,
+        rows["estimate"][-1] if rows["estimate"] else None,
     )
 
 
@@ -105,7 +111,7 @@ def _read_rows(file: Path) -> Iterator[dict[str, Any]]:
         try:
             row = json.loads(line)
             row["update"]
-            if row["kind"] not in ("evaluation", "progress", "end"):
+            if row["kind"] not in KINDS:
                 raise ValueError(f"unknown kind {row['kind']!r}")
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) and not line.endswith(b"\n"):

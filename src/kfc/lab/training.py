@@ -20,6 +20,7 @@ from kfc.lab.config import RunConfig
 from kfc.lab.costs import Costs
 from kfc.lab.data import Dataset
 from kfc.lab.diagnosis import diagnose, find_origin
+from kfc.lab.first_estimate import EstimateInterruptedError, FirstEstimate
 from kfc.lab.processes.ranks import Launch, explained_collectives, failing_together, gather_objects
 from kfc.lab.runs import AnyFolder, RemoteFolder, RunFolder, matching_checkpoint, require_data
 from kfc.optimizers import KFAC
@@ -35,7 +36,8 @@ class Trainer:
     """Trains one run; ``advance`` continues it, ``resume`` restores it from its folder.
 
     Args:
-        on_row: called with every row of metrics when it is written.
+        on_row: called with every row of metrics when it is written, and during the first estimate
+            of the factors with rows of the kind "estimating", which are not written.
 
     Attributes:
         update: the number of updates so far.
@@ -59,6 +61,7 @@ class Trainer:
         self._saved_at = 0.0
         self._loss = torch.zeros(())
         self._images = components.first_image
+        self._first_estimate = FirstEstimate(components)
         self._last_log = (0, 0.0)
 
     @classmethod
@@ -134,7 +137,7 @@ class Trainer:
         """Train for some seconds, or to the end of the run; return whether it can continue."""
         torch.set_num_threads(self.folder.config.threads)
         until = self.seconds + seconds
-        stop = self._agree(interrupted())
+        stop = self._agree(interrupted()) or not self._estimate_factors(interrupted)
         while self.end is None and self.seconds < until and not stop:
             self.ranks.at(self.update + 1)
             try:
@@ -153,6 +156,34 @@ class Trainer:
         numbers = [self._costs.training_seconds, float(interrupted)]
         self.seconds, stop = self.ranks.largest(numbers, "times and interruptions")
         return bool(stop)
+
+    def _estimate_factors(self, interrupted: Callable[[], bool]) -> bool:
+        """Make the first estimate of the factors if it is due; return whether it was completed.
+
+        A run that is resumed without a complete estimate makes it again.
+        """
+        if self.update or self.end is not None or not self._first_estimate.is_due():
+            return True
+        examples = self.components.estimated_examples
+
+        def show(done: int) -> None:
+            if self._on_row is not None:
+                self._on_row(self._row("estimating", done=done, examples=examples))
+
+        self._seed_generators()
+        try:
+            with self._costs.first_estimate(), explained_collectives(self.ranks):
+                self._first_estimate.make(show, interrupted)
+        except EstimateInterruptedError:
+            return False
+        except FloatingPointError as error:
+            self._images = self._first_estimate.images
+            self._end("diverged", f"the factors cannot be estimated: {error}; {self._diagnosis()}")
+            return True
+        self._agree()
+        self._last_log = self.update, self.seconds
+        self._write("estimate", examples=examples)
+        return True
 
     def _train_once(self) -> None:
         """Make one update."""
@@ -291,10 +322,13 @@ class Trainer:
     def _end(self, reason: str, message: str = "") -> None:
         self.end = self._write("end", reason=reason, message=message)
 
+    def _row(self, kind: str, **values: Any) -> Row:
+        position = {"update": self.update, "epoch": self.epoch, "seconds": self.seconds}
+        return {"kind": kind, **position, **values}
+
     def _write(self, kind: str, **values: Any) -> Row:
         """Write a row of metrics, and return it."""
-        position = {"update": self.update, "epoch": self.epoch, "seconds": self.seconds}
-        row = {"kind": kind, **position, **values}
+        row = self._row(kind, **values)
         self.folder.write(row)
         if self._on_row is not None:
             self._on_row(row)

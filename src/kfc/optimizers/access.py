@@ -17,6 +17,10 @@ from kfc.optimizers.engine import Engine
 Progress = Callable[[int, int | None], None]
 
 
+class NonFiniteStatisticsError(ValueError, FloatingPointError):
+    """A batch of an estimate gave statistics that are not finite."""
+
+
 class CurvatureAccess:
     """The curvature as users see it."""
 
@@ -162,7 +166,9 @@ class CurvatureAccess:
         for rank, (_, batch) in enumerate(by_rank):
             if batch >= 0:
                 where = f" of rank {rank}" if reducer.size > 1 else ""
-                raise ValueError(f"batch {batch:.0f}{where} gave statistics that are not finite")
+                raise NonFiniteStatisticsError(
+                    f"batch {batch:.0f}{where} gave statistics that are not finite"
+                )
         if not any(count for count, _ in by_rank):
             raise ValueError("estimate_factors was given no batches")
 

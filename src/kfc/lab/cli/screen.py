@@ -18,7 +18,7 @@ import typer
 from rich.box import HEAVY_HEAD, SIMPLE
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kfc.distributed.ranks import CollectiveError
@@ -151,11 +151,22 @@ class RunDisplay:
 
     def __init__(self, progress: Progress, label: str, config: RunConfig, prefix: str = "") -> None:
         self._progress, self._config, self._prefix = progress, config, prefix
-        self._task = progress.add_task(escape(label), total=1.0, state="")
+        self._label = escape(label)
+        self._task = progress.add_task(self._label, total=1.0, state="")
+        self._estimate: TaskID | None = None
         self._error = ""
 
     def __call__(self, row: dict[str, Any]) -> None:
-        if row["kind"] == "evaluation":
+        if row["kind"] == "estimating":
+            self._show_estimate(row["done"], row["examples"])
+            return
+        if self._estimate is not None:
+            self._progress.remove_task(self._estimate)
+            self._estimate = None
+        if row["kind"] == "estimate":
+            size = f"{row['examples']} examples, {row['seconds']:.1f} s"
+            say(f"{self._prefix}first estimate of the factors: {size}")
+        elif row["kind"] == "evaluation":
             self._error = f"error {row['averaged_test_error']:.2f}%, "
             train, test = (
                 f"{split} loss {row[f'averaged_{split}_loss']:.4g} "
@@ -172,6 +183,15 @@ class RunDisplay:
             state += "" if norm is None else f", ν {norm:.2g}"
             self._progress.update(self._task, state=state)
         self._progress.update(self._task, completed=self._config.fraction_done(row))
+
+    def _show_estimate(self, done: int, examples: int) -> None:
+        """Show the first estimate of the factors as a bar of its own."""
+        if self._estimate is None:
+            self._estimate = self._progress.add_task(
+                f"{self._label}, first estimate", total=examples, state=""
+            )
+        state = f"{done} of {examples} examples"
+        self._progress.update(self._estimate, completed=done, state=state)
 
 
 def as_table(

@@ -115,7 +115,7 @@ class Batches:
         self.seed = seed
         self.workers = workers
         self._part = part_of(batch_size, rank, ranks)
-        self._ranks = ranks
+        self._rank, self._ranks = rank, ranks
         self._split = split
         self._inputs = inputs
 
@@ -136,14 +136,38 @@ class Batches:
             raise ValueError(
                 f"start must be at most {len(self)}, the batches of an epoch; got {start}"
             )
-        # A hash, so that similar seeds and epochs are unrelated.
-        digest = hashlib.sha256(f"{self.seed} {number}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        order = torch.randperm(self.examples, generator=generator).numpy()
+        order, generator = self._order(number)
         batches = order[: len(self) * self.batch_size].reshape(-1, self.batch_size)
-        own = list(batches[start:, self._part.start : self._part.stop])
+        return self._load(list(batches[start:, self._part.start : self._part.stop]), generator)
+
+    def sample(self, count: int) -> Iterator[Batch]:
+        """Return batches that contain ``count`` examples once: the first of epoch 0.
+
+        The batches have about the same size, at most ``batch_size``. A rank gets its part of each,
+        unless that is empty.
+        """
+        require_whole("count", count)
+        if count > self.examples:
+            raise ValueError(f"count must be at most {self.examples}, got {count}")
+        order, generator = self._order(0)
+        batches = np.array_split(order[:count], math.ceil(count / self.batch_size))
+        parts = ((batch, part_of(len(batch), self._rank, self._ranks)) for batch in batches)
+        own = [batch[part.start : part.stop] for batch, part in parts if part]
+        return self._load(own, generator)
+
+    def _order(self, epoch: int) -> tuple[NDArray[np.int64], torch.Generator]:
+        """Return the indices of all examples in the order of an epoch, and its generator."""
+        # A hash, so that similar seeds and epochs are unrelated.
+        digest = hashlib.sha256(f"{self.seed} {epoch}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return torch.randperm(self.examples, generator=generator).numpy(), generator
+
+    def _load(
+        self, batches: list[NDArray[np.int64]], generator: torch.Generator
+    ) -> Iterator[Batch]:
+        """Return the batches of the examples with these indices."""
         loader: DataLoader[Batch] = DataLoader(
-            cast("Dataset[Batch]", own),  # the loader indexes it as it would a Dataset
+            cast("Dataset[Batch]", batches),  # the loader indexes it as it would a Dataset
             batch_size=None,
             collate_fn=self._make,
             num_workers=self.workers,

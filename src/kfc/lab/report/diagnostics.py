@@ -12,7 +12,8 @@ from kfc.lab.runs import Record
 
 # In the order in which they happen.
 PARTS = (
-    *("data", "forward", "statistics", "backward", "forward and backward", "averages", "inverses"),
+    *("first estimate", "data", "forward", "statistics", "backward", "forward and backward"),
+    *("averages", "inverses"),
     *("check", "natural gradient", "model", "clip", "update", "reduction ratio", "optimizer"),
 )
 HATCHING = {"shape": "/", "fillmode": "overlay", "fgcolor": INK, "size": 6, "solidity": 0.2}
@@ -75,8 +76,13 @@ def cost_section(records: Sequence[Record]) -> dict[str, Any] | None:
 
 
 def cost_by_part(record: Record) -> Costs:
-    """Return the milliseconds per update of each part, averaged over all updates."""
+    """Return the milliseconds per update of each part, averaged over all updates.
+
+    The first estimate of the factors is divided by the number of updates too.
+    """
     totals: Costs = {}
+    if record.estimate is not None:
+        totals["first estimate"] = record.estimate["seconds"]
     before = 0
     for row in record.evaluations:
         for part, seconds in (row.get("step_seconds") or {}).items():
