@@ -226,6 +226,7 @@ class Engine:
 
     def end_step(self) -> None:
         self._skipped_in_a_row = 0
+        self.collector.buffers.end_step(self.in_doubt)
         if self.in_doubt is not None:
             self.skipped_steps.add_on_device(self.in_doubt, self._quietly)
         self.schedule.end_measuring(self.steps + 1, self.collector.spent)
@@ -233,8 +234,9 @@ class Engine:
         self._prepare_next()
 
     def skip_step(self, *, quietly: bool = False) -> None:
-        """Count a skipped step; the curvature stays as it was, and what was due stays due."""
+        """Count a skipped step; curvature and buffers stay as they were, what was due stays due."""
         self.rewind()
+        self.collector.buffers.undo_step()
         ranks: list[int] = []
         if self.reducer.size > 1 and not quietly:
             ranks = self.reducer.bad_ranks()

@@ -57,8 +57,8 @@ class SkippedSteps:
         self._warned = True
         warnings.warn(
             f"{what} skipped: {cause} gave gradients, statistics or a Fisher norm that are not "
-            "finite. The parameters are unchanged; further skipped steps are only counted, in "
-            "diagnostics['skipped_steps'].",
+            "finite. Parameters and buffers are unchanged; further skipped steps are only counted, "
+            "in diagnostics['skipped_steps'].",
             stacklevel=2,
         )
 

@@ -22,6 +22,7 @@ from kfc.layers import mixes_examples
 from kfc.layers.synchronised import mixes_ranks
 from kfc.schedule import now
 from kfc.statistics.backward import RecordedPass
+from kfc.statistics.buffers import BufferGuard
 from kfc.statistics.generator import OwnGenerator
 from kfc.statistics.observation import Arrival, Observation
 from kfc.statistics.outputs import on_derivative
@@ -43,6 +44,7 @@ class Collector:
         seed: the seed of the targets.
 
     Attributes:
+        buffers: the model's buffers before the first forward pass since the last step.
         records_random_state: whether passes will be run again from their initial random state.
         started: when the first forward pass since the last step began.
         spent: the seconds of gathering statistics since the last step.
@@ -60,6 +62,7 @@ class Collector:
         self.model = model
         self.losses = losses
         self.generator = OwnGenerator(seed)
+        self.buffers = BufferGuard(model)
         self._observations: list[Observation] = []
         self._loss_scale = 1.0
         self._is_gathering = False
@@ -93,6 +96,7 @@ class Collector:
         self._reducer.drop()
         self._batch = BatchStatistics()
         self._observations.clear()
+        self.buffers.forget()
         self.spent, self.started = 0.0, None
 
     @contextmanager
@@ -129,6 +133,10 @@ class Collector:
         if self.started is None:
             self.started = now(self._clock_device)
             self._reducer.begin_step(self._step)
+        if not self._estimating:
+            # DistributedDataParallel changes buffers between passes; checkpointing, in backward.
+            is_unused = self._reducer.size == 1 and not self.observations
+            self.buffers.before_pass(may_wait=self._due, is_unused=is_unused)
         wanted = self._wanted()
         if not wanted:
             return None

@@ -88,7 +88,10 @@ class ModelHooks:
         self._thread.running, self._thread.recorded = False, None
         collector = self._collector()
         failed = output is None and sys.exc_info()[0] is not None
-        if collector is None or not running or failed:
+        if collector is None or not running:
+            return
+        collector.buffers.after_pass()
+        if failed:
             return
         if recorded is not None and recorded.without_gradient:
             _refuse_reentrant_checkpointing(recorded.without_gradient, output)
