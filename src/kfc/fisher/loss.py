@@ -69,6 +69,10 @@ class Loss:
         """
         size = float(derivative.abs().amax()) if derivative.numel() else 0.0
         if not 0 < size < float("inf"):
+            if self.likelihood is None:
+                # The step is skipped, or its curvature is zero: any likelihood will do.
+                self.likelihood, self._is_provisional = _by_shape(outputs), True
+                self.reason = "assumed from the shape of the outputs"
             return
         self._is_silent = False
         fit = Fit(outputs, derivative)
@@ -90,7 +94,7 @@ class Loss:
         """Choose the likelihood from the outputs alone, because the derivative cannot be told."""
         self._is_silent = False
         if self.likelihood is None:
-            self.likelihood = Categorical() if _may_be_logits(outputs) else Gaussian()
+            self.likelihood = _by_shape(outputs)
             self.reason = "assumed from the shape of the outputs"
             self._report(
                 f"the derivative of the loss in the model's output cannot be told, so that "
@@ -156,14 +160,14 @@ class Loss:
         mean, count = reading.typical()
         return torch.where(count > 0, mean, before)
 
-    def settle(self, loss_scale: float) -> float:
+    def settle(self, loss_scale: float | Tensor) -> float | Tensor:
         """Return the factor of weights that removes the loss scale, once that is known."""
         if self.is_read:
             return 1 / loss_scale
         if self._scale_is_settled:
             return 1.0
         before = self._scale
-        self._scale = max(self._least_scale, before / loss_scale)
+        self._scale = max(self._least_scale, before / float(loss_scale))
         self._scale_is_settled = True
         return self._scale / before
 
@@ -195,7 +199,8 @@ class Loss:
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless the state belongs to the same likelihood."""
         require_keys("state of the loss", state, self.state_dict())
-        own = None if self.likelihood is None else type(self.likelihood).__name__
+        is_open = self.likelihood is None or self._is_provisional
+        own = None if is_open else type(self.likelihood).__name__
         if own is not None and state["likelihood"] not in (None, own):
             raise ValueError(
                 f"the state dict was saved with the likelihood {state['likelihood']}, but this "
@@ -203,6 +208,8 @@ class Loss:
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._is_provisional:
+            self.likelihood = None
         if self.likelihood is None and state["likelihood"] is not None:
             chosen = {"Categorical": Categorical(axis=state["axis"]), "Bernoulli": Bernoulli()}
             self.likelihood = chosen.get(state["likelihood"], Gaussian())
@@ -216,8 +223,8 @@ class Loss:
         self._is_silent = state["examined_at"] is None
 
 
-def _may_be_logits(outputs: Tensor) -> bool:
-    return outputs.dim() > 1 and outputs.shape[1] > 1
+def _by_shape(outputs: Tensor) -> Likelihood:
+    return Categorical() if outputs.dim() > 1 and outputs.shape[1] > 1 else Gaussian()
 
 
 def _smoothed(

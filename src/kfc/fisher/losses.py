@@ -86,8 +86,11 @@ class Losses:
             self._ratio = weights.sum() / (loss.likelihood.term_weight(outputs) * terms)
         return weights
 
-    def settle(self, loss_scale: float) -> float:
-        """Return the factor of the curvature that removes the loss scale, once that is known."""
+    def settle(self, loss_scale: float | Tensor) -> float | Tensor:
+        """Return the factor of the curvature that removes the loss scale, once that is known.
+
+        This does not wait for the device, unless the scale of a loss is not settled yet.
+        """
         if self.is_read:
             return 1 / loss_scale
         factors = [loss.settle(loss_scale) for loss in self.by_name.values()]
