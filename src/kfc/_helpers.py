@@ -3,7 +3,7 @@
 import gc
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 
 import torch
@@ -155,6 +155,24 @@ def keeps_graph() -> bool:
     """Return whether the running backward keeps its graph for another one; true if unknown."""
     private = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return private is None or bool(private())
+
+
+def graph_task() -> int | None:
+    """Return a number that is another one in each running backward; ``None`` if unknown."""
+    private = getattr(torch._C, "_current_graph_task_id", None)
+    return None if private is None else int(private())
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """Call a function when the running backward ends, unless it fails; at once if that is unknown.
+
+    Must be called inside of a backward.
+    """
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is None:
+        action()
+    else:
+        engine.queue_callback(action)
 
 
 def will_reach(parameters: Iterable[Tensor]) -> bool:

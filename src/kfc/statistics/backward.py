@@ -1,6 +1,7 @@
 """One recorded forward pass, and the backward pass from its output to its layers."""
 
-from collections.abc import Callable, Collection, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -73,6 +74,7 @@ class RecordedPass:
         self._during_backward = during_backward
         self._clock_device = clock_device
         self._split: tuple[list[EdgeAndCall], list[EdgeAndCall]] | None = None
+        self._outputs: list[weakref.ref[Tensor]] = []
 
     # While the model runs
 
@@ -90,14 +92,16 @@ class RecordedPass:
             kept = statistics.forward(inputs, output)
         edge, call = output_edge(output), LayerCall(statistics, kept, output.shape)
         self.calls.append((edge, call))
+        self._outputs.append(weakref.ref(output))
         if self._during_backward:
             # Without the edge, which would keep the graph alive in a cycle.
             hook = partial(self._on_user_backward, [call], edge.output_nr)
             edge.node.register_prehook(hook)
 
-    def end_forward(self, examples: int) -> None:
-        """Record the number of examples, which the model's output determines."""
+    def end_forward(self, examples: int, outputs: Iterable[Tensor]) -> None:
+        """Record the outputs of the model, and the number of examples, which they determine."""
         self.examples = examples
+        self._outputs += [weakref.ref(output) for output in outputs]
         if self._during_backward:
             self.calls.clear()  # the hooks gather the derivatives
 
@@ -115,19 +119,35 @@ class RecordedPass:
             for edge, call in passing
         ]
         try:
-            derivatives = torch.autograd.grad(
-                [output],
-                [edge for edge, _ in final],
-                [derivative.to(dtype)],
-                retain_graph=True,
-                allow_unused=True,
-            )
+            with self._retained_gradients():
+                derivatives = torch.autograd.grad(
+                    [output],
+                    [edge for edge, _ in final],
+                    [derivative.to(dtype)],
+                    retain_graph=True,
+                    allow_unused=True,
+                )
         finally:
             for handle in handles:
                 handle.remove()
         for (_, call), at_output in zip(final, derivatives, strict=True):
             call.add(at_output, self.examples)
         self.end_draw()
+
+    @contextmanager
+    def _retained_gradients(self) -> Iterator[None]:
+        """Restore the gradients of outputs for which the user called ``retain_grad()``.
+
+        Autograd would add to them. Other tensors than outputs of layers or of the model are not
+        known.
+        """
+        alive = [output for output in (each() for each in self._outputs) if output is not None]
+        before = [(output, output.grad) for output in alive if output.retains_grad]
+        try:
+            yield
+        finally:
+            for output, gradient in before:
+                output.grad = gradient
 
     def end_draw(self) -> None:
         for statistics in self._statistics.values():
@@ -193,14 +213,19 @@ def nodes_with_descendants(nodes: Collection[Node]) -> set[Node]:
 
 
 def output_edge(output: Tensor) -> GradientEdge:
-    """Return where the derivative with respect to a layer's output arrives.
+    """Return where the derivative with respect to a layer's output arrives."""
+    return get_gradient_edge(viewed(output))
 
-    If the output is a view of all of another tensor (as that of a linear layer with several leading
-    dimensions), this is the edge of the other tensor: in-place operations replace the view's own.
+
+def viewed(output: Tensor) -> Tensor:
+    """Return the tensor that an output is a view of, if it has the same elements in this order.
+
+    Otherwise return the output. In-place operations replace the edge of a view (as the output of a
+    linear layer with several leading dimensions is), but not that of the tensor it views.
     """
     base = output._base
     if base is not None and base.requires_grad and base.numel() == output.numel():
         same = base.is_contiguous() and output.is_contiguous()
         if same and base.storage_offset() == output.storage_offset():
-            return get_gradient_edge(base)
-    return get_gradient_edge(output)
+            return base
+    return output

@@ -6,14 +6,15 @@ import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kfc._helpers import all_finite, keeps_graph, will_reach
+from kfc._helpers import after_backward, all_finite, keeps_graph, will_reach
 from kfc.curvature.model import ModelCurvature
-from kfc.curvature.statistics import BatchStatistics
+from kfc.curvature.statistics import BatchStatistics, Moment
 from kfc.distributed.reducer import Reducer
 from kfc.fisher.calls import ModelCall, without_autocast
 from kfc.fisher.likelihoods import Likelihood, Weights
@@ -27,6 +28,8 @@ from kfc.statistics.generator import OwnGenerator
 from kfc.statistics.observation import Arrival, Observation
 from kfc.statistics.outputs import on_derivative
 
+Moments = dict[str, tuple[Moment, ...]]
+Gathered = tuple[Moments, float]
 # The exact Fisher matrix takes one backward pass per column.
 MAX_EXACT_COLUMNS = 1024
 # Passes that wait for their backward; the statistics of older ones are given up.
@@ -64,7 +67,7 @@ class Collector:
         self.generator = OwnGenerator(seed)
         self.buffers = BufferGuard(model)
         self._observations: list[Observation] = []
-        self._loss_scale = 1.0
+        self._loss_scale: float | Tensor = 1.0
         self._is_gathering = False
         self.records_random_state = False
         self.started: float | None = None
@@ -162,13 +165,13 @@ class Collector:
         observation = Observation(call, outputs, recorded)
         self._observations.append(observation)
         if recorded is not None:
-            recorded.end_forward(observation.examples)
+            recorded.end_forward(observation.examples, outputs.values())
             self._reducer.check_model(self.model)
             self._limit_waiting()
         if not self._has_loss:
             for name in observation.edges:
                 self._add_derivative(observation, name, None)
-            self._end_gathering(observation)
+            self._add_moments(observation, *self._end_gathering(observation))
             return
         me, token = weakref.ref(self), weakref.ref(observation)
         for name, selected in outputs.items():
@@ -200,10 +203,21 @@ class Collector:
         except BaseException:
             self._observations.remove(observation)  # its statistics are incomplete
             raise
+        gathered = None
         if self._fisher != "empirical" and len(observation.derivatives) == len(observation.edges):
-            if keeps_graph():
-                return  # another backward pass may follow; finish() adds what they gather
-            self._end_gathering(observation)
+            # If another backward pass may follow, finish() adds what they gather.
+            gathered = None if keeps_graph() else self._end_gathering(observation)
+        if self._reducer.size > 1:
+            # At once: the exchange takes place during the rest of the backward pass.
+            self._complete(observation, gathered)
+        else:
+            after_backward(partial(self._complete, observation, gathered))
+
+    def _complete(self, observation: Observation, gathered: Gathered | None) -> None:
+        """Count a pass whose backward pass did not fail."""
+        observation.is_complete = True
+        if gathered is not None and observation in self._observations:
+            self._add_moments(observation, *gathered)
             if self._due and not self._estimating:
                 self._send()
 
@@ -232,25 +246,31 @@ class Collector:
             mixes_rows = any(c.shape[0] % observation.examples for _, c in recorded.calls)
             together = not (mixes_examples(self.model) or mixes_rows)
             for column in self._output_derivatives(likelihood, outputs, weights, together):
-                recorded.backward(observation.edges[name], outputs.dtype, scale * column)
+                edge, shape = observation.edges[name]
+                recorded.backward(edge, outputs.dtype, (scale * column).reshape(shape))
         self.spent += now(self._clock_device) - start
 
-    def _end_gathering(self, observation: Observation) -> None:
-        """Add the statistics of a pass to those of the step."""
+    def _end_gathering(self, observation: Observation) -> Gathered:
+        """Return the statistics of a pass and the factor of squared derivatives."""
         recorded, scale = observation.recorded, 1.0
         if recorded is None:
-            return
+            return {}, scale
         start = now(self._clock_device)
         with torch.no_grad(), without_autocast(next(iter(observation.outputs.values())).device):
             if self._fisher == "empirical":
                 recorded.end_draw()
                 scale = self._empirical_scale(observation)
             moments = recorded.moments()
-            if any(moments.values()):
-                self._batch.add(moments, observation.examples, scale)
         self.spent += recorded.seconds + now(self._clock_device) - start
         self.spent_in_forward += 0.0 if self._fisher == "empirical" else recorded.seconds
         observation.forget_graph()
+        return moments, scale
+
+    def _add_moments(self, observation: Observation, moments: Moments, scale: float) -> None:
+        """Add the statistics of a pass to those of the step."""
+        if any(moments.values()):
+            with torch.no_grad():
+                self._batch.add(moments, observation.examples, scale)
         if self._estimating:
             self._observations.remove(observation)
 
@@ -303,14 +323,17 @@ class Collector:
     @property
     def observations(self) -> list[Observation]:
         """The forward passes since the last step that a backward pass followed."""
-        return [observation for observation in self._observations if observation.derivatives]
+        return [each for each in self._observations if each.derivatives and each.is_complete]
 
     def weights(self, observation: Observation) -> dict[str, Weights]:
-        """Return the weights of the terms of every output, without the loss scale."""
+        """Return the weights of the terms of every output, without the loss scale.
+
+        Those of several backward passes are added.
+        """
         scale = self._loss_scale if self.losses.is_read else 1.0
         return {
-            name: self.losses.weights(name, observation.outputs[name], derivative) / scale
-            for name, derivative in observation.derivatives.items()
+            name: sum(self.losses.weights(name, observation.outputs[name], d) for d in each) / scale
+            for name, each in observation.derivatives.items()
         }
 
     def finish(self, loss_scale: float | Tensor = 1.0) -> BatchStatistics:
@@ -321,9 +344,9 @@ class Collector:
         Args:
             loss_scale: the factor of the user's loss that its gradients do not have any more.
         """
-        self._loss_scale = float(loss_scale)
+        self._loss_scale = loss_scale
         for observation in self.observations:
-            self._end_gathering(observation)
+            self._add_moments(observation, *self._end_gathering(observation))
         start = now(self._clock_device)
         batch = self._batch
         self._reducer.receive_(batch, self._wanted(), due=self._due, fresh=self._estimating)
@@ -332,7 +355,7 @@ class Collector:
         without_scale = self.losses.settle(self._loss_scale)
         if batch.examples:
             growth = self._growth(1, batch.examples / self._reducer.size)
-            batch.scale(without_scale * growth)
+            batch.scale(float(without_scale) * growth)
         return batch
 
     def _growth(self, part: float, whole: float) -> float:
@@ -349,16 +372,16 @@ class Collector:
         weights differ, the scale is right for derivatives of one size.
         """
         squares = sums = torch.zeros(())
-        for name, derivative in observation.derivatives.items():
-            outputs = observation.outputs[name]
-            weights = self.losses.weights(name, outputs, derivative)
-            terms = weights if isinstance(weights, Tensor) else torch.tensor(weights)
-            squares, sums = squares + terms.square().mean(), sums + terms.mean()
+        for name, derivatives in observation.derivatives.items():
+            for derivative in derivatives:
+                weights = self.losses.weights(name, observation.outputs[name], derivative)
+                terms = weights if isinstance(weights, Tensor) else torch.tensor(weights)
+                squares, sums = squares + terms.square().mean(), sums + terms.mean()
         scale = float(sums / squares)
         if self.losses.is_read:
             return scale  # the weights contain the loss scale
         examples = sum(each.examples for each in self.observations)
-        scale /= self._loss_scale**2
+        scale /= float(self._loss_scale) ** 2
         return scale if self.losses.is_summed else scale * examples**2 / observation.examples
 
     def is_finite(self) -> bool:

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from torch import Tensor
+from torch import Size, Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from kfc.fisher.calls import ModelCall
-from kfc.statistics.backward import RecordedPass
+from kfc.statistics.backward import RecordedPass, viewed
 
 
 class Observation:
@@ -16,10 +16,10 @@ class Observation:
     Attributes:
         call: the forward pass.
         outputs: the outputs by name, as they were before the loss was computed.
-        derivatives: the derivatives of the loss in the outputs; those of several backward passes
-            are added.
+        derivatives: the derivatives of the loss in the outputs, one per backward pass.
+        is_complete: whether a backward pass came to its end.
         recorded: the calls of the layers; ``None`` if they are not needed, or no longer.
-        edges: where the derivatives arrive.
+        edges: where the derivatives arrive, and the shape that they have there.
     """
 
     def __init__(
@@ -27,19 +27,20 @@ class Observation:
     ) -> None:
         self.call = call
         self.outputs = {name: tensor.detach().clone() for name, tensor in outputs.items()}
-        self.derivatives: dict[str, Tensor] = {}
+        self.derivatives: dict[str, list[Tensor]] = {}
+        self.is_complete = False
         self.recorded = recorded
-        self.edges: dict[str, GradientEdge] = {}
+        self.edges: dict[str, tuple[GradientEdge, Size]] = {}
         if recorded is not None:
-            self.edges = {n: get_gradient_edge(t) for n, t in outputs.items() if t.requires_grad}
+            whole = {name: viewed(t) for name, t in outputs.items() if t.requires_grad}
+            self.edges = {name: (get_gradient_edge(t), t.shape) for name, t in whole.items()}
 
     @property
     def examples(self) -> int:
         return len(next(iter(self.outputs.values())))
 
     def add_derivative(self, name: str, derivative: Tensor) -> None:
-        known = self.derivatives.get(name)
-        self.derivatives[name] = derivative if known is None else known + derivative
+        self.derivatives.setdefault(name, []).append(derivative)
 
     def forget_graph(self) -> None:
         """Let go of the graph; no statistics can be gathered from this pass any more."""

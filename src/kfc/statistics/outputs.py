@@ -5,9 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
+from kfc._helpers import graph_task
 from kfc.fisher.heads import Output
+from kfc.statistics.backward import viewed
 
 # Receives the derivative of the loss in an output; ``None`` if it cannot be told.
 OnDerivative = Callable[[Tensor | None], None]
@@ -28,12 +31,45 @@ def on_derivative(
     """
     leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     if any(leaf is selected for leaf in leaves):
-        selected.register_hook(lambda derivative: act(derivative.detach()))
+        _register([selected], act)
         return
-    for leaf in leaves:
-        if leaf.requires_grad and _depends_on(selected, leaf):
-            leaf.register_hook(_Selection(result, leaf, selected, output, name, act))
-            return
+    sources = _sources(selected, [leaf for leaf in leaves if leaf.requires_grad])
+    if len(sources) == 1:
+        _register(sources, _Selection(result, sources[0], selected, output, name, act))
+    else:
+        # The derivatives in the others are not known yet when the first one arrives, and when the
+        # last one does, autograd may have freed a part of the graph.
+        _register(sources, lambda _: act(None))
+
+
+def _register(tensors: list[Tensor], act: OnDerivative) -> None:
+    """Call ``act`` once per backward pass, when the first derivative in the tensors arrives.
+
+    In-place operations on a view bypass its hooks, but not those of the tensor that it views.
+    """
+    if not tensors:
+        return
+    hook = _OncePerBackward(act, tensors[0].shape)
+    for tensor in tensors:
+        tensor.register_hook(hook)
+        if viewed(tensor) is not tensor:
+            viewed(tensor).register_hook(hook)
+
+
+class _OncePerBackward:
+    """Reports the first derivative that arrives in each backward pass."""
+
+    def __init__(self, act: OnDerivative, shape: torch.Size) -> None:
+        self._act = act
+        self._shape = shape
+        self._last: int | None = None
+
+    def __call__(self, derivative: Tensor) -> None:
+        current = graph_task()
+        if current is None or current != self._last:
+            same = derivative.numel() == self._shape.numel()
+            self._act(derivative.detach().reshape(self._shape) if same else None)
+            self._last = current  # afterwards: the statistics take backward passes of their own
 
 
 class _Selection:
@@ -54,12 +90,15 @@ class _Selection:
         self._shape = selected.shape
         self._output, self._name, self._act = output, name, act
 
-    def __call__(self, derivative: Tensor) -> None:
-        derivative = derivative.detach()
+    def __call__(self, derivative: Tensor | None) -> None:
+        assert derivative is not None
         selected = self._select(derivative)
         # A selection keeps all that is not zero; anything else adds, drops or scales.
         kept = selected is not None and torch.isclose(
-            selected.double().square().sum(), derivative.double().square().sum(), rtol=1e-3
+            selected.double().square().sum(),
+            derivative.double().square().sum(),
+            rtol=1e-3,
+            equal_nan=True,
         )
         self._act(selected if bool(kept) else None)
 
@@ -78,12 +117,23 @@ def _zeros_like(leaf: Any) -> Any:
     return leaf.new_zeros(()).expand(leaf.shape) if isinstance(leaf, Tensor) else leaf
 
 
-def _depends_on(selected: Tensor, leaf: Tensor) -> bool:
-    (found,) = torch.autograd.grad(
-        selected,
-        [torch.autograd.graph.get_gradient_edge(leaf)],
-        torch.zeros_like(selected),
-        retain_graph=True,
-        allow_unused=True,
-    )
-    return found is not None
+def _sources(selected: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """Return the leaves that a tensor was made from, without those that others were made from."""
+    by_edge = {_key(get_gradient_edge(leaf)): leaf for leaf in leaves}
+    found: list[Tensor] = []
+    seen: set[tuple[Node, int]] = set()
+    pending = [_key(get_gradient_edge(selected))]
+    while pending:
+        key = pending.pop()
+        if key in seen:
+            continue
+        seen.add(key)
+        if key in by_edge:
+            found.append(by_edge[key])
+        else:
+            pending += [(node, index) for node, index in key[0].next_functions if node is not None]
+    return found
+
+
+def _key(edge: GradientEdge) -> tuple[Node, int]:
+    return edge.node, edge.output_nr
