@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import kfc
@@ -62,13 +63,13 @@ def test_an_output_that_is_not_a_tensor():
         model(torch.randn(2, 2))
     optimizer.close()
     optimizer = kfc.KFC(model, output=lambda out: out["logits"])
-    model(torch.randn(2, 2))["logits"].sum().backward()
+    F.cross_entropy(model(torch.randn(2, 2))["logits"], torch.tensor([0, 2])).backward()
     optimizer.step()
 
 
 def test_an_output_whose_shape_does_not_fit():
     model = nn.Linear(2, 1)
-    optimizer = kfc.KFC(model)
+    optimizer = kfc.KFC(model, likelihood="categorical")
     with pytest.raises(ValueError, match=r"\(4, 1\).*bernoulli"):
         model(torch.randn(4, 2))
     optimizer.close()
@@ -77,15 +78,16 @@ def test_an_output_whose_shape_does_not_fit():
 def test_the_exact_fisher_refuses_many_columns():
     model = nn.Conv2d(1, 40, 1)
     preconditioner = kfc.Preconditioner(model, curvature=kfc.Kronecker(fisher="exact"))
+    loss = F.cross_entropy(model(torch.randn(2, 1, 10, 10)), torch.randint(40, (2, 10, 10)))
     with pytest.raises(ValueError, match=r'4000 columns.*fisher="sampled"'):
-        model(torch.randn(2, 1, 10, 10))
+        loss.backward()
     preconditioner.close()
 
 
 def test_sparse_gradients():
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 2))
     optimizer = kfc.KFC(model)
-    model(torch.randint(5, (4, 2))).sum().backward()
+    F.cross_entropy(model(torch.randint(5, (4, 2))), torch.randint(2, (4,))).backward()
     with pytest.raises(ValueError, match=r"0\.weight.*sparse=False"):
         optimizer.step()
 
@@ -100,7 +102,7 @@ def test_an_operation_without_forward_mode_suggests_what_to_do():
     model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
     optimizer = kfc.KFC(model)
     before = [p.detach().clone() for p in model.parameters()]
-    model(torch.randn(4, 3)).sum().backward()
+    F.cross_entropy(model(torch.randn(4, 3)), torch.randint(2, (4,))).backward()
     with pytest.raises(RuntimeError, match=r"^exact Fisher products.*clip=None"):
         optimizer.step()
     for a, b in zip(before, model.parameters(), strict=True):
@@ -109,7 +111,9 @@ def test_an_operation_without_forward_mode_suggests_what_to_do():
 
 def test_estimate_factors_refuses_what_it_cannot_use():
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    optimizer = kfc.KFC(model)
+    with pytest.raises(ValueError, match=r"pass the loss.*or likelihood="):
+        kfc.KFC(model).estimate_factors([torch.randn(4, 2)])
+    optimizer = kfc.KFC(model, likelihood="categorical")
     good, bad = torch.randn(4, 2), torch.full((4, 2), math.nan)
     optimizer.estimate_factors([good])
     before = optimizer.factors["0"].activation.clone()
@@ -131,9 +135,9 @@ def test_estimate_factors_refuses_what_it_cannot_use():
 
 def test_non_finite_factors_without_an_earlier_inverse():
     model = nn.Linear(2, 3)
-    optimizer = kfc.KFC(model)
+    optimizer = kfc.KFC(model, likelihood="categorical")
     optimizer.estimate_factors(iter([torch.randn(4, 2)]))
     optimizer.factors[""].activation.fill_(math.nan)
-    model(torch.randn(4, 2)).sum().backward()
+    F.cross_entropy(model(torch.randn(4, 2)), torch.randint(3, (4,))).backward()
     with pytest.raises(RuntimeError, match="no earlier inverse"):
         optimizer.step()

@@ -177,7 +177,8 @@ def trained_after_estimate(given, run, part, options, steps=STEPS):
     """
     (where, weight) = part
     optimizer = kfc.KFC(given, **{**KFC_OPTIONS, **options})
-    optimizer.estimate_factors([images[where] for images, _ in batches(3)])
+    data = [(images[where], labels[where]) for images, labels in batches(3)]
+    optimizer.estimate_factors(data, lambda out, batch: F.cross_entropy(out, batch[1]))
     estimated = {f"estimated {n}": f.activation.tolist() for n, f in optimizer.factors.items()}
     for images, labels in batches(steps):
         optimizer.zero_grad()

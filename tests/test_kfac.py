@@ -743,7 +743,7 @@ def test_the_update_is_measured_inside_autocast():
 
 def test_batches_of_other_loops_are_released():
     model, inputs, labels = small_problem()
-    optimizer = kfc.KFAC(model)
+    optimizer = kfc.KFAC(model, likelihood="categorical")
     held = []
 
     def batch() -> Tensor:

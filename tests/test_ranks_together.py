@@ -270,11 +270,11 @@ def nan_inputs_of_kfac(rank, size):
 
 def bad_estimate(rank, size):
     optimizer = kfc.KFC(DistributedDataParallel(network()), **KFC_OPTIONS)
-    inputs = [images for images, _ in batches(3 - rank)]
+    data = batches(3 - rank)
     if rank == 1:
-        inputs[1] = inputs[1] * math.nan
+        data[1] = data[1][0] * math.nan, data[1][1]
     try:
-        optimizer.estimate_factors(inputs)
+        optimizer.estimate_factors(data, lambda out, batch: F.cross_entropy(out, batch[1]))
     except ValueError as error:
         return str(error)
 

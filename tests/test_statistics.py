@@ -57,19 +57,20 @@ def live_passes() -> int:
 
 
 def test_nothing_is_gathered_in_eval_mode_or_without_gradients():
-    model, x = nn.Sequential(nn.Linear(3, 4)), torch.randn(6, 3)
-    model(x).sum().backward()
+    model, x, y = nn.Sequential(nn.Linear(3, 4)), torch.randn(6, 3), torch.randint(4, (6,))
+    F.cross_entropy(model(x), y).backward()
     preconditioner = kfc.Preconditioner(model)
     with torch.no_grad():
         model(x)
     with torch.inference_mode():
         model(x)
     model.eval()
-    model(x)
+    F.cross_entropy(model(x), y).backward()
     model.train()
     torch.func.jvp(model, (x,), (x,))
+    model(10 * x)  # without a backward pass
     assert_no_statistics(preconditioner)
-    model(x)
+    F.cross_entropy(model(x), y).backward()
     preconditioner.step()
     rows = with_ones(x)
     torch.testing.assert_close(preconditioner.factors["0"].activation, rows.T @ rows / 6)
@@ -170,7 +171,7 @@ def test_micro_batches_of_different_map_sizes():
     inputs = [torch.randn(2, 1, 5), torch.randn(3, 1, 8)]
     preconditioner = kfc.Preconditioner(model)
     for x in inputs:
-        model(x).sum().backward()
+        F.cross_entropy(model(x), torch.randint(2, (len(x),))).backward()
     preconditioner.step()
     rows = [x.unfold(2, 2, 1).reshape(-1, 2) for x in inputs]
     rows = torch.cat([torch.cat([torch.ones(len(r), 1), r], 1) for r in rows])
@@ -242,7 +243,10 @@ def test_no_activation_outlives_its_step(curvature):
 
 @pytest.mark.usefixtures("double")
 def test_two_backward_passes_through_one_forward():
-    """A linear layer called once counts them as two draws; a normalisation layer adds them up."""
+    """A linear layer called once counts them as two draws; a normalisation layer adds them up.
+
+    The sum of the losses is one loss, with terms of twice the weight.
+    """
     x, targets = torch.randn(6, 4), torch.randint(3, (2, 6))
     found = {}
     for which in ("first", "second", "sum", "one after the other"):
@@ -260,7 +264,7 @@ def test_two_backward_passes_through_one_forward():
         found[which] = {n: layer["running"][0] for n, layer in saved_layers(optimizer).items()}
     both = found["one after the other"]
     torch.testing.assert_close(both["1"], found["first"]["1"] + found["second"]["1"])
-    torch.testing.assert_close(both["0"], found["sum"]["0"])
+    torch.testing.assert_close(both["0"], 2 * found["sum"]["0"])
 
 
 @pytest.mark.parametrize("kind", ["exact", "empirical"])
@@ -299,23 +303,24 @@ def test_a_call_whose_output_is_not_used_does_not_count():
                 self.layer(x)
             return self.layer(x)
 
-    x = torch.randn(5, 3)
+    x, y = torch.randn(5, 3), torch.randint(2, (5,))
     found = []
     for waste in (False, True):
         torch.manual_seed(0)
         model = Wasteful(waste)
         preconditioner = kfc.Preconditioner(model, curvature=kfc.Kronecker(fisher="exact"))
-        model(x).sum().backward()
+        F.cross_entropy(model(x), y).backward()
         preconditioner.step()
         found.append(preconditioner.factors["layer"])
     torch.testing.assert_close(*found)
 
 
 def test_estimates_use_only_the_given_batches():
-    model, x = nn.Linear(4, 3), torch.randn(8, 4)
+    model, x, y = nn.Linear(4, 3), torch.randn(8, 4), torch.randint(3, (8,))
     optimizer = kfc.KFC(model)
-    model(100 * torch.randn(8, 4))  # a forward pass that no step followed
-    optimizer.estimate_factors([x])
+    # A backward pass that no step followed.
+    F.cross_entropy(model(100 * torch.randn(8, 4)), y).backward()
+    optimizer.estimate_factors([(x, y)], lambda out, batch: F.cross_entropy(out, batch[1]))
     rows = torch.cat([torch.ones(8, 1), x], dim=1)
     torch.testing.assert_close(optimizer.factors[""].activation, rows.T @ rows / 8)
 
@@ -352,7 +357,8 @@ def test_estimates_restore_replaced_buffers_and_accept_streams():
     model = nn.Sequential(Counting(), nn.Linear(3, 3))
     seen = []
     loader = torch.utils.data.DataLoader(Stream(), batch_size=2)
-    kfc.KFC(model).estimate_factors(loader, progress=lambda *now: seen.append(now))
+    optimizer = kfc.KFC(model, likelihood="categorical")
+    optimizer.estimate_factors(loader, progress=lambda *now: seen.append(now))
     assert seen == [(1, None), (2, None), (3, None)]
     assert model[0].count == 0
 
@@ -461,7 +467,7 @@ def test_a_part_that_runs_without_gradients_is_not_trained():
 @pytest.mark.parametrize("during_statistics", [False, True])
 def test_copies_and_pickles_of_the_model_are_inert(during_statistics):
     model, (x, y) = net(), batch()
-    estimate = kfc.Preconditioner(model)
+    estimate = kfc.Preconditioner(model, likelihood="categorical")
     estimate.estimate_factors([x])
     estimate.close()
     expected = estimate.factors["0"].activation
@@ -476,7 +482,7 @@ def test_copies_and_pickles_of_the_model_are_inert(during_statistics):
     for other in copies:
         torch.testing.assert_close(other(x), model.eval()(x))
         model.train()
-        other(100 * x)
+        F.cross_entropy(other(100 * x), y).backward()
         again = kfc.KFC(other)
         F.cross_entropy(other(x), y).backward()
         again.step()
@@ -528,7 +534,7 @@ def test_an_error_in_the_forward_pass_leaves_nothing_behind():
     assert not live_passes()
     model.fail = False
     x = torch.randn(4, 3)
-    model(x).sum().backward()
+    F.cross_entropy(model(x), torch.randint(2, (4,))).backward()
     preconditioner.step()
     rows = torch.cat([torch.ones(4, 1), x], dim=1)
     torch.testing.assert_close(preconditioner.factors["layer"].activation, rows.T @ rows / 4)
@@ -582,8 +588,8 @@ def test_a_gradient_of_a_layer_outside_the_model_forward_is_an_error():
 
     model = Aside()
     optimizer = kfc.KFC(model)
-    x = torch.randn(4, 3)
-    (model(x).sum() + model.aside(x).sum()).backward()
+    x, y = torch.randn(4, 3), torch.randint(2, (4,))
+    (F.cross_entropy(model(x), y) + F.cross_entropy(model.aside(x), y)).backward()
     with pytest.raises(RuntimeError, match=r"'aside' has a gradient, but no statistics"):
         optimizer.step()
 
@@ -598,9 +604,10 @@ def test_auxiliary_outputs_can_be_stacked_as_locations():
             return self.main(x), self.aux(x)
 
     model = Aux()
-    optimizer = kfc.KFC(model, output=lambda out: torch.stack(out, dim=2))
+    optimizer = kfc.KFC(model, likelihood="categorical", output=lambda out: torch.stack(out, dim=2))
     main, aux = model(torch.randn(4, 3))
-    (main.square().sum() + aux.square().sum()).backward()
+    labels = torch.randint(2, (4,))
+    (F.cross_entropy(main, labels) + F.cross_entropy(aux, labels)).backward()
     optimizer.step()
     assert set(optimizer.factors) == {"main", "aux"}
 
@@ -679,6 +686,7 @@ def test_an_input_of_a_normalisation_layer_changed_in_place_is_an_error():
 
     model = Model()
     optimizer = kfc.KFC(model)
+    loss = F.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,)))
     with pytest.raises(RuntimeError, match="changed in place"):
-        model(torch.randn(8, 4))
+        loss.backward()
     assert optimizer.factors == {}

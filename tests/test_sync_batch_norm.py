@@ -127,10 +127,13 @@ def products(model, images):
     return result | {"form": kfc.fisher.quadratic_form(model, images, vector, likelihood=SUM)}
 
 
-def derivative_factors(model, images, **options):
+def derivative_factors(model, images, labels, **options):
+    """Γ of a summed loss."""
     preconditioner = kfc.Preconditioner(model, curvature=EXACT, **options)
     try:
-        model(images)
+        loss = F.cross_entropy(model(images), labels, reduction="sum")
+        # The gradients of the ranks differ, so they are not kept.
+        torch.autograd.grad(loss, list(model.parameters()))
         preconditioner.step()
         return {name: factors.derivative for name, factors in preconditioner.factors.items()}
     finally:
@@ -139,27 +142,27 @@ def derivative_factors(model, images, **options):
 
 def products_and_factors_by_ranks(rank, size):
     model = synchronised_network()
-    images = batches(1)[0][0][pieces(rank, size, uneven=True)[0]]
+    images, labels = (each[pieces(rank, size, uneven=True)[0]] for each in batches(1)[0])
     buffers = [buffer.clone() for buffer in model.buffers()]
     parts = products(model, images)
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
     assert not any("forward" in vars(module) for module in model.modules())
-    factors = derivative_factors(model, images, likelihood=SUM)
+    factors = derivative_factors(model, images, labels)
     with pytest.raises(ValueError, match=r"pass the ranks' group: parallel=kfc.Parallel\(group="):
-        derivative_factors(model, images, parallel=kfc.Parallel(group=None))
+        derivative_factors(model, images, labels, parallel=kfc.Parallel(group=None))
     collector.MAX_EXACT_COLUMNS = 35
     with pytest.raises(ValueError, match=r"the 36 columns .* of 3 ranks"):
-        derivative_factors(model, images)
+        derivative_factors(model, images, labels)
     return parts, factors
 
 
 def test_sums_over_uneven_ranks():
-    model, images = network(), batches(1)[0][0]
+    model, (images, labels) = network(), batches(1)[0]
     found = run_ranks(products_and_factors_by_ranks, 3, 3)
     expected = products(model, images)
     assert_same({name: sum(parts[name] for parts, _ in found) for name in expected}, expected)
     # The loss is the mean over the ranks of their sums.
-    expected = derivative_factors(model, images, likelihood=SUM)
+    expected = derivative_factors(model, images, labels)
     for _, factors in found:
         assert_same(factors, {name: factor / 3 for name, factor in expected.items()})
 
