@@ -17,6 +17,7 @@ from kfc.analysis.blocks import Block, DiagonalBlock, KroneckerBlock, UnitBlock
 from kfc.analysis.exact import ExactBlock, IndependentBlock
 from kfc.analysis.recording import LayerRecord
 from kfc.curvature import options
+from kfc.curvature.damping import UNDAMPED
 from kfc.curvature.ekfac import MeasuredInverse
 from kfc.curvature.kronecker import Factors
 from kfc.layers import ConvolutionLayer
@@ -40,8 +41,8 @@ def eigenvalue_corrected(record: LayerRecord) -> DiagonalBlock:
     """Return EKFAC's block: KFC's eigenbases with the second moments of gradients in them."""
     curvature = record.curvature(EKFAC)
     # The moments refer to the bases of an inverse, so that they need a second pass.
-    running = curvature.block(damping=0.0).running
-    curvature.adopt_inverse(curvature.invert(running, damping=0.0), damping=0.0)
+    running = curvature.block(UNDAMPED).running
+    curvature.adopt_inverse(curvature.invert(running, UNDAMPED), UNDAMPED)
     record.gather(curvature)
     inverse = curvature.state.inverse
     assert isinstance(inverse, MeasuredInverse)
@@ -58,7 +59,7 @@ def stationary(record: LayerRecord, *, boundaries: bool) -> KroneckerBlock:
     layer = record.layer
     if not (isinstance(layer, ConvolutionLayer) and "weight" in layer.trained()):
         return kronecker(KFC, record)  # a single offset: nothing is assumed
-    _, counts, derivative = record.curvature(SUA).block(damping=0.0).running
+    _, counts, derivative = record.curvature(SUA).block(UNDAMPED).running
     if not boundaries:
         counts = torch.full_like(counts, record.rows_per_example)
     sums, pairs = _sums_over_pairs(record, layer)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kfc._helpers import require_number, widest
 from kfc.analysis.blocks import DEFAULT_MAX_GIB, GIB, Block, reciprocal
 from kfc.analysis.recording import LayerRecord, record_layer
+from kfc.curvature.damping import UNDAMPED
 from kfc.curvature.options import Diagonal
 from kfc.fisher.heads import Output
 from kfc.fisher.likelihoods import Likelihood
@@ -116,7 +117,7 @@ class ExactBlock(Block):
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, (groups, I, n)."""
-        (squares,) = self.record.curvature(Diagonal()).block(damping=0.0).running
+        (squares,) = self.record.curvature(Diagonal()).block(UNDAMPED).running
         return squares.reshape(self.shape)
 
     def dense(self) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kfc.curvature.damping import Damping
 from kfc.curvature.kronecker import Inverse, Shape, reciprocal_or_zero
 from kfc.curvature.layer import LayerCurvature
 from kfc.curvature.statistics import KeptInputs, LayerStatistics, Moment
@@ -38,8 +39,8 @@ class ChannelCurvature(LayerCurvature):
         size = len(self.layer.trained())
         return ((self.layer.weight.numel(), size, size),)
 
-    def invert(self, running: tuple[Tensor, ...], damping: float) -> Inverse:
-        return ChannelInverse({"inverse": invert_blocks(running[0], damping)})
+    def invert(self, running: tuple[Tensor, ...], damping: Damping) -> Inverse:
+        return ChannelInverse({"inverse": invert_blocks(running[0], *damping)})
 
     def apply_inverse(self, inverse: Inverse, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         stacked = torch.stack([g.flatten() for g in gradients.values()], dim=-1)
@@ -99,13 +100,18 @@ class _ChannelStatistics(LayerStatistics):
         return () if self.total is None else (Moment(self.total, examples, of_derivatives=True),)
 
 
-def invert_blocks(blocks: Tensor, damping: float) -> Tensor:
+def invert_blocks(blocks: Tensor, damping: float, shift_damping: float | None = None) -> Tensor:
     """Return (blocks + δ I)⁻¹ for positive semi-definite blocks of size 1 or 2, in closed form.
 
     With the block [[a, b], [b, c]], the Schur complement of a + δ is a sum of non-negative parts,
-    δ + δ c / (a + δ) + (c - b²/a) a / (a + δ): so that the result is accurate even where the
+    δ′ + δ c / (a + δ) + (c - b²/a) a / (a + δ): so that the result is accurate even where the
     determinant cancels in float32.
+
+    Args:
+        damping: δ, of the scale.
+        shift_damping: δ′, of the shift in blocks of size 2; by default δ.
     """
+    shift_damping = damping if shift_damping is None else shift_damping
     first = reciprocal_or_zero(blocks[:, 0, 0] + damping)
     if blocks.shape[-1] == 1:
         return first.reshape(blocks.shape)
@@ -115,7 +121,7 @@ def invert_blocks(blocks: Tensor, damping: float) -> Tensor:
     independent = torch.where(independent > rounding, independent, 0)
     # With neither damping nor a (so no b), the complement is c itself.
     share = torch.where(a > 0, a * first, 1)
-    second = reciprocal_or_zero(damping + damping * c * first + independent * share)
+    second = reciprocal_or_zero(shift_damping + damping * c * first + independent * share)
     coupling = b * first
     rows = (first + coupling * coupling * second, -coupling * second, -coupling * second, second)
     return torch.stack(rows, dim=-1).reshape(blocks.shape)

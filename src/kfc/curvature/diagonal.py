@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from kfc.curvature.damping import Damping
 from kfc.curvature.gradients import SquaredGradients
 from kfc.curvature.kronecker import Bases, Inverse, Shape, reciprocal_or_zero
 from kfc.curvature.layer import LayerCurvature
@@ -20,7 +21,7 @@ class DiagonalInverse(Inverse):
 class DiagonalCurvature(LayerCurvature):
     """The mean over examples of the squares of their gradients, (groups, I · n).
 
-    There are no factors to damp: δ is added to every entry.
+    There are no factors to damp: δ of the weight or of the bias is added to every entry.
     """
 
     treatment = "diagonal"
@@ -34,8 +35,14 @@ class DiagonalCurvature(LayerCurvature):
         width, height = self.layer.factor_sizes()
         return ((self.layer.groups, height * width),)
 
-    def invert(self, running: tuple[Tensor, ...], damping: float) -> Inverse:
-        return DiagonalInverse({"inverse": reciprocal_or_zero(running[0] + damping)})
+    def invert(self, running: tuple[Tensor, ...], damping: Damping) -> Inverse:
+        (squares,) = running
+        damped = squares + damping.weight
+        if damping.bias != damping.weight:
+            _, height = self.layer.factor_sizes()
+            bias = squares.unflatten(1, (height, -1))[..., 0]
+            damped.unflatten(1, (height, -1))[..., 0] = bias + damping.bias
+        return DiagonalInverse({"inverse": reciprocal_or_zero(damped)})
 
     def apply_inverse(self, inverse: Inverse, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         return self.layer.from_matrix(inverse.apply(self.layer.to_matrix(gradients)))

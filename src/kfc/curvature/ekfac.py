@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kfc.curvature.gradients import SquaredGradients
 from kfc.curvature.kfc import FactorStatistics, KroneckerCurvature
-from kfc.curvature.kronecker import EigenInverse, Inverse, Shape
+from kfc.curvature.kronecker import EigenInverse, Inverse, Shape, scale_first_row
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.layers import MatrixLayer
 
@@ -22,6 +22,11 @@ class EKFACCurvature(KroneckerCurvature):
     in the inverse: statistics gathered while there is an inverse also measure S and update the
     inverse at once. An inverse with new bases takes over the S of the previous one. δ is added to
     every entry of S.
+
+    If the bias has a damping of its own, all this takes place in the scaled coordinates of
+    :mod:`kfc.curvature.kronecker`: the bases are those of Ω̃ and Γ, S is measured in them, and the
+    damping is exact. A layer whose wide Ω is kept as its diagonal has no scaled coordinates; the
+    dampings are added to the entries of S.
     """
 
     treatment = "Kronecker eigenbasis"
@@ -62,14 +67,17 @@ class MeasuredInverse(EigenInverse):
         """Return the inverse with the previous S, transformed to the bases of this one.
 
         S = (U_Γᵀ U_Γ′)² S′ ((U_Ωᵀ U_Ω′)²)ᵀ, squared entry by entry; a prime marks the previous
-        inverse.
+        inverse. In scaled coordinates U_Ω = diag(1/s, 1, ..., 1) U with U orthogonal, and the first
+        row of U_Ω′ is multiplied by s′² before, which makes it the transposed inverse of U_Ω′.
         """
         if not previous.measured:
             return self
         moments = previous.tensors["eigenvalues"].to(self.tensors["eigenvalues"])
         new, old = self.bases, previous.bases
         if new.activation is not None and old.activation is not None:
-            moments = moments @ _squared_cosines(new.activation, old.activation).mT
+            basis, ratio = old.activation, previous.bias_ratio
+            basis = basis if ratio == 1 else scale_first_row(basis, ratio)
+            moments = moments @ _squared_cosines(new.activation, basis).mT
         if new.derivative is not None and old.derivative is not None:
             moments = _squared_cosines(new.derivative, old.derivative) @ moments
         return self._with(moments)

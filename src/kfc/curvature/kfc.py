@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kfc.curvature.damping import Damping
 from kfc.curvature.kronecker import (
     Factors,
     Inverse,
@@ -66,8 +67,9 @@ class KroneckerCurvature(LayerCurvature):
 
     # Inverses
 
-    def invert(self, running: tuple[Tensor, ...], damping: float) -> Inverse:
-        return self.inverse_class.of(self.factors_of(running), damping)
+    def invert(self, running: tuple[Tensor, ...], damping: Damping) -> Inverse:
+        factors = self.factors_of(running)
+        return self.inverse_class.of(factors, damping.weight, damping.bias_ratio)
 
     def inverse_shapes(self) -> dict[str, Shape]:
         return self.inverse_class.shapes(*self.factor_shapes())

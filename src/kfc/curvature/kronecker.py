@@ -4,7 +4,14 @@ Notation (section 2.2 and Theorem 2 of the paper): a block is approximated by Ω
 activation factor Ω (groups, n, n) and the derivative factor Γ (groups, m, m). A gradient is a
 batch of matrices V (groups, m, n), and (Ω ⊗ Γ)⁻¹ vec V = vec(Γ⁻¹ V Ω⁻¹). A factor that is too wide
 is kept as its diagonal, (groups, n). The damping is δ = λ + γ, weight decay plus damping.
+
+A bias with a damping of its own: the damped block is Ω ⊗ Γ + δ S² ⊗ I with S = diag(s, 1, ..., 1)
+and s² = δ_bias / δ, the ``bias_ratio``. It equals (S ⊗ I) (Ω̃ ⊗ Γ + δ I) (S ⊗ I) with
+Ω̃ = S⁻¹ Ω S⁻¹, so that Ω̃ is damped and inverted like any other factor, and S⁻¹ is multiplied into
+what is kept of the inverse. With s = 1, nothing is multiplied.
 """
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -71,8 +78,28 @@ def add_to_diagonal(factor: Tensor, amount: Tensor) -> Tensor:
     return result
 
 
+def scale_first(factor: Tensor, scale: float) -> Tensor:
+    """Return diag(scale, 1, ..., 1) · factor · diag(scale, 1, ..., 1), for each group."""
+    result = factor.clone()
+    result[:, 0] *= scale
+    result[..., 0].mul_(scale)
+    return result
+
+
+def scale_first_row(matrix: Tensor, scale: float) -> Tensor:
+    """Return diag(scale, 1, ..., 1) · matrix, for each group."""
+    result = matrix.clone()
+    result[:, 0] *= scale
+    return result
+
+
 class Bases(NamedTuple):
-    """Orthogonal bases U_Ω (groups, n, n) and U_Γ (groups, m, m); ``None`` is the identity."""
+    """Orthogonal bases U_Ω (groups, n, n) and U_Γ (groups, m, m); ``None`` is the identity.
+
+    If the bias has a damping of its own, S⁻¹ U with the basis U of Ω̃ takes the place of U_Ω. It is
+    not orthogonal; :meth:`coordinates` and :meth:`combine` are then transposes of each other, but
+    not inverses.
+    """
 
     activation: Tensor | None = None
     derivative: Tensor | None = None
@@ -83,7 +110,7 @@ class Bases(NamedTuple):
         return result if self.derivative is None else self.derivative.mT @ result
 
     def combine(self, coordinates: Tensor) -> Tensor:
-        """Invert :meth:`coordinates`."""
+        """Return U_Γ C U_Ωᵀ of coordinates C (groups, m, n)."""
         result = coordinates if self.activation is None else coordinates @ self.activation.mT
         return result if self.derivative is None else self.derivative @ result
 
@@ -104,7 +131,10 @@ class Inverse(ABC):
         """Return the inverse times a gradient."""
 
     def redamped(self, damping: float) -> Self | None:
-        """Return the inverse with another damping; ``None`` if the block must be inverted anew."""
+        """Return the inverse with another damping; ``None`` if the block must be inverted anew.
+
+        The ratio of the dampings of bias and weight stays the same.
+        """
         return None
 
     def averaged(self, moments: Tensor, decay: float) -> Self:
@@ -121,8 +151,12 @@ class KroneckerInverse(Inverse):
 
     @classmethod
     @abstractmethod
-    def of(cls, factors: Factors, damping: float) -> Self:
-        """Return the inverse of the block with these factors, damped by δ."""
+    def of(cls, factors: Factors, damping: float, bias_ratio: float = 1.0) -> Self:
+        """Return the inverse of the block with these factors, damped by δ.
+
+        Args:
+            bias_ratio: s² = δ_bias / δ; the first coordinate of Ω is damped by s² δ.
+        """
 
     @classmethod
     @abstractmethod
@@ -134,6 +168,9 @@ class FactoredInverse(KroneckerInverse):
     """Γ_damped⁻¹ V Ω_damped⁻¹ (eqn 11) from the Cholesky decompositions of the damped factors.
 
     Explicit inverses would take three times as long to compute, and as long to apply.
+
+    If the bias has a damping of its own, Ω_damped = Ω + π √δ S², with the π of Ω̃ and Γ: the
+    dampings of the bias's coordinate in Ω and Γ multiply to δ_bias.
     """
 
     triangles = Factors._fields
@@ -147,8 +184,13 @@ class FactoredInverse(KroneckerInverse):
         )
 
     @classmethod
-    def of(cls, factors: Factors, damping: float) -> Self:
+    def of(cls, factors: Factors, damping: float, bias_ratio: float = 1.0) -> Self:
+        if bias_ratio != 1:
+            scaled = scale_first(factors.activation, bias_ratio**-0.5)
+            factors = factors._replace(activation=scaled)
         inverses = invert_shifted(factors, damping_shifts(factors, damping))
+        if bias_ratio != 1:
+            inverses[0] = inverses[0].unscaled(bias_ratio**0.5)
         tensors = {n: i.matrix for n, i in zip(Factors._fields, inverses, strict=True)}
         return cls({**tensors, "explicit": torch.tensor([i.explicit for i in inverses])})
 
@@ -161,19 +203,37 @@ class FactoredInverse(KroneckerInverse):
 
 
 class EigenInverse(KroneckerInverse):
-    """(Ω ⊗ Γ + δ I)⁻¹ exactly, from the factors' eigendecompositions (appendix A.2)."""
+    """(Ω ⊗ Γ + δ I)⁻¹ exactly, from the factors' eigendecompositions (appendix A.2).
+
+    If the bias has a damping of its own, (Ω ⊗ Γ + δ S² ⊗ I)⁻¹ exactly.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self.bias_ratio = float(self.tensors["bias_ratio"])
 
     @property
     def bases(self) -> Bases:
         return Bases(*(self.tensors.get(f"{name}_basis") for name in Factors._fields))
 
     @classmethod
-    def of(cls, factors: Factors, damping: float) -> Self:
+    def of(cls, factors: Factors, damping: float, bias_ratio: float = 1.0) -> Self:
+        # A diagonal Ω needs no scale: the damping of each of its coordinates is added as it is.
+        scales = bias_ratio != 1 and not is_diagonal(factors.activation)
+        if scales:
+            scaled = scale_first(factors.activation, bias_ratio**-0.5)
+            factors = factors._replace(activation=scaled)
         values, bases = zip(*map(eigendecompose, factors), strict=True)
+        if scales:
+            bases = (scale_first_row(bases[0], bias_ratio**-0.5), bases[1])
         products = values[1].unsqueeze(-1) * values[0].unsqueeze(-2)
         named = zip(Factors._fields, bases, strict=True)
         tensors = {f"{name}_basis": basis for name, basis in named if basis is not None}
-        return cls({"eigenvalues": products, "damping": products.new_tensor(damping), **tensors})
+        numbers = {
+            "damping": products.new_tensor(damping),
+            "bias_ratio": torch.tensor(bias_ratio, dtype=products.dtype),  # on the host
+        }
+        return cls({"eigenvalues": products, **numbers, **tensors})
 
     @classmethod
     def shapes(cls, activation: Shape, derivative: Shape) -> dict[str, Shape]:
@@ -181,10 +241,13 @@ class EigenInverse(KroneckerInverse):
         # A diagonal has no basis.
         bases = {"activation_basis": activation, "derivative_basis": derivative}
         whole = {name: shape for name, shape in bases.items() if len(shape) == 3}
-        return {"eigenvalues": eigenvalues, "damping": (), **whole}
+        return {"eigenvalues": eigenvalues, "damping": (), "bias_ratio": (), **whole}
 
     def apply(self, gradient: Tensor) -> Tensor:
-        damped = self.tensors["eigenvalues"] + self.tensors["damping"]
+        eigenvalues, damping = self.tensors["eigenvalues"], self.tensors["damping"]
+        damped = eigenvalues + damping
+        if self.bias_ratio != 1 and self.bases.activation is None:
+            damped[..., 0] = eigenvalues[..., 0] + damping * self.bias_ratio
         return self.bases.combine(self.bases.coordinates(gradient) * reciprocal_or_zero(damped))
 
     def redamped(self, damping: float) -> Self:
@@ -213,6 +276,12 @@ class DampedInverse(NamedTuple):
         if is_diagonal(self.matrix):
             return self.matrix.unsqueeze(-1) * right
         return self.matrix @ right
+
+    def unscaled(self, scale: float) -> DampedInverse:
+        """Return the inverse of S (factor + shift I) S with S = diag(scale, 1, ..., 1)."""
+        if not self.explicit:
+            return self._replace(matrix=scale_first_row(self.matrix, scale))  # S L (S L)ᵀ
+        return self._replace(matrix=scale_first(self.matrix, 1 / scale))
 
 
 def invert_shifted(factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[DampedInverse]:

@@ -1,6 +1,5 @@
 """The Fisher block of one layer: its running statistics and its damped inverse."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kfc._helpers import require_keys
+from kfc.curvature.damping import UNKNOWN, Damping
 from kfc.curvature.kronecker import Factors, Inverse, Shape, diagonal
 from kfc.curvature.statistics import LayerStatistics, MomentLayout
 from kfc.layers import Layer
@@ -26,14 +26,14 @@ class LayerState(NamedTuple):
     roles: tuple[str, ...] = ()
     running: tuple[Tensor, ...] | None = None
     inverse: Inverse | None = None
-    damping: float = math.nan
+    damping: Damping = UNKNOWN
 
 
 class Block(NamedTuple):
     """What an inverse is computed from: running averages, damping, and the trained parameters."""
 
     running: tuple[Tensor, ...]
-    damping: float
+    damping: Damping
     roles: tuple[str, ...]
 
 
@@ -76,15 +76,21 @@ class LayerCurvature(ABC):
         return ()
 
     @abstractmethod
-    def invert(self, running: tuple[Tensor, ...], damping: float) -> Inverse:
-        """Return the inverse of the block with these averages, damped by δ = λ + γ."""
+    def invert(self, running: tuple[Tensor, ...], damping: Damping) -> Inverse:
+        """Return the inverse of the block with these averages, damped by δ = λ + γ.
 
-    def redamped(self, damping: float) -> Inverse:
+        If only the weight or only the bias is trained, both parts of the damping are equal.
+        """
+
+    def redamped(self, damping: Damping) -> Inverse:
         """Return the inverse of the same block with another damping."""
         running, inverse = self.state.running, self.state.inverse
         assert running is not None
         assert inverse is not None
-        return inverse.redamped(damping) or self.invert(running, damping)
+        damping = damping.restricted(self.state.roles)
+        same_ratio = damping.bias_ratio == self.state.damping.bias_ratio
+        cheap = inverse.redamped(damping.weight) if same_ratio else None
+        return cheap or self.invert(running, damping)
 
     def inverse_shapes(self) -> dict[str, Shape]:
         """Return the shapes of an inverse's tensors, for the parameters trained now."""
@@ -162,11 +168,13 @@ class LayerCurvature(ABC):
 
     # Inverses
 
-    def block(self, damping: float) -> Block:
-        assert self.state.running is not None
-        return Block(self.state.running, damping, self.state.roles)
+    def block(self, damping: Damping) -> Block:
+        """Return what an inverse with this damping is computed from."""
+        running, roles = self.state.running, self.state.roles
+        assert running is not None
+        return Block(running, damping.restricted(roles), roles)
 
-    def adopt_inverse(self, inverse: Inverse, damping: float) -> None:
+    def adopt_inverse(self, inverse: Inverse, damping: Damping) -> None:
         """Replace the inverse by a newer one, on the layer's device."""
         inverse = self._at_home(inverse)
         if self.state.inverse is not None:
@@ -220,12 +228,13 @@ class LayerCurvature(ABC):
             "roles": list(roles),
             "running": [tensor.clone() for tensor in running or ()],
             "inverse": {key: tensor.clone() for key, tensor in tensors.items()},
-            "damping": damping,
+            "damping": damping._asdict(),
         }
 
     def shapes_differ(self, name: str, saved: Mapping[str, Any]) -> tuple[object, object] | None:
         """Return the (saved, expected) shapes if a saved state does not fit this layer."""
         require_keys(f"state of layer {name!r}", saved, LayerState._fields)
+        require_keys(f"damping of layer {name!r}", saved["damping"], Damping._fields)
         if tuple(saved["roles"]) != self.trained_roles():
             return None  # a layer frozen or thawed since; its statistics are not used
         found = (
@@ -246,4 +255,5 @@ class LayerCurvature(ABC):
         if saved["inverse"]:
             inverse = self.inverse_class({k: own(t) for k, t in saved["inverse"].items()})
         running = tuple(own(tensor) for tensor in saved["running"]) or None
-        self.state = LayerState(tuple(saved["roles"]), running, inverse, saved["damping"])
+        damping = Damping(**saved["damping"])
+        self.state = LayerState(tuple(saved["roles"]), running, inverse, damping)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kfc._helpers import raise_differences, require_choice, require_keys
+from kfc.curvature.damping import Damping
 from kfc.curvature.kronecker import INVERSES, Inverse, trace
 from kfc.curvature.layer import Block, LayerCurvature, LayerState
 from kfc.curvature.options import Approximation
@@ -78,13 +79,13 @@ class ModelCurvature:
             if layer.state.running is not None and layer.is_current()
         }
 
-    def refresh_inverses(self, damping: Callable[[str], float], *, only_missing: bool) -> None:
+    def refresh_inverses(self, damping: Callable[[str], Damping], *, only_missing: bool) -> None:
         """Invert every known block, damped by δ of its layer, or only those without an inverse."""
         blocks = self.blocks(damping, only_missing=only_missing)
         self.adopt_inverses(blocks, self.invert(blocks))
 
     def blocks(
-        self, damping: Callable[[str], float], *, only_missing: bool = False
+        self, damping: Callable[[str], Damping], *, only_missing: bool = False
     ) -> dict[str, Block]:
         """Return every known block with δ of its layer, or only those without an inverse.
 
@@ -146,20 +147,21 @@ class ModelCurvature:
             self.layers[name].adopt_inverse(inverse, blocks[name].damping)
 
     def redamped(self, damping: float) -> dict[str, LayerState]:
-        """Return the states of all layers with inverses for another damping.
+        """Return the states of all layers with inverses for another damping of all parameters.
 
         Call it just after :meth:`refresh_inverses` of all layers.
         """
         known = {n: layer for n, layer in self._known().items() if layer.state.inverse is not None}
+        uniform = Damping.uniform(damping)
 
         def redamp(name: str) -> Inverse:
-            return known[name].redamped(damping)
+            return known[name].redamped(uniform)
 
         costly = [n for n, layer in known.items() if not layer.inverse_class.redamps_cheaply]
         found = {name: redamp(name) for name in known if name not in costly}
         found |= self._reducer.distribute(costly, self._reducer.compute(costly, redamp))
         return {
-            name: layer.state._replace(inverse=found[name], damping=damping)
+            name: layer.state._replace(inverse=found[name], damping=uniform)
             for name, layer in known.items()
         }
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kfc._helpers import require_keys, require_whole
+from kfc.curvature.damping import Damping
 from kfc.curvature.kronecker import Inverse
 from kfc.curvature.layer import Block
 from kfc.curvature.model import ModelCurvature
@@ -59,7 +60,7 @@ class InverseRefresher:
     def refresh(
         self,
         step: int,
-        damping: Callable[[str], float],
+        damping: Callable[[str], Damping],
         *,
         due: bool,
         period: int,
@@ -68,7 +69,7 @@ class InverseRefresher:
         """Refresh what a step has to refresh; layers without an inverse get one immediately.
 
         Args:
-            damping: returns δ of a layer, by its name.
+            damping: returns δ of a layer's weight and bias, by its name.
             due: whether inverses are due at this step.
             period: the inverse period in force.
             at_once: refresh all inverses in this step.
@@ -142,7 +143,11 @@ class InverseRefresher:
             wait([job.share])  # a step reports its errors
             for name, block in job.blocks.items():
                 running = [tensor.clone() for tensor in block.running]
-                blocks[name] = {**block._asdict(), "running": running, "roles": list(block.roles)}
+                blocks[name] = {
+                    "running": running,
+                    "damping": block.damping._asdict(),
+                    "roles": list(block.roles),
+                }
         return {
             "refreshed_at": self._refreshed_at,
             "begun": job and job.begun,
@@ -160,6 +165,7 @@ class InverseRefresher:
                 require_whole(f"the inverse state's {name}", state[name])
         for name, block in state["blocks"].items():
             require_keys(f"inverse state of layer {name!r}", block, Block._fields)
+            require_keys(f"damping of layer {name!r}", block["damping"], Damping._fields)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restart the saved job; without a thread, inverses are refreshed when next due."""
@@ -170,7 +176,7 @@ class InverseRefresher:
         blocks = {
             name: Block(
                 tuple(tensor.to(layers[name].layer.dtype) for tensor in block["running"]),
-                block["damping"],
+                Damping(**block["damping"]),
                 tuple(block["roles"]),
             )
             for name, block in state["blocks"].items()

@@ -40,10 +40,14 @@ class Layer(ABC):  # noqa: B024 - its subclasses are abstract
         """The dtype of statistics and inverses: at least float32."""
         return torch.promote_types(self.weight.dtype, torch.float32)
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters, by role, in the order of ``roles``."""
+        parameters = {role: self.module._parameters.get(role) for role in self.roles}
+        return {role: p for role, p in parameters.items() if p is not None}
+
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are not frozen, by role, in the order of ``roles``."""
-        parameters = {role: self.module._parameters.get(role) for role in self.roles}
-        return {r: p for r, p in parameters.items() if p is not None and p.requires_grad}
+        return {role: p for role, p in self.parameters().items() if p.requires_grad}
 
 
 class MatrixLayer(Layer):

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from kfc.curvature.channels import ChannelCurvature
 from kfc.curvature.description import describe_layers
 from kfc.curvature.kronecker import Factors
+from kfc.curvature.layer import LayerState
 from kfc.fisher.calls import SavedBuffers, accelerators_of, forked_random_state
 from kfc.optimizers.engine import Engine
 
@@ -61,12 +62,12 @@ class CurvatureAccess:
 
         ``step``; ``skipped_steps``; ``seconds``, the time of each part when it was last done, as
         the host sees it; ``total_seconds``, since the start; ``periods``; ``staleness``, the age of
-        the inverses in steps; ``ranks``; and ``layers``: π, damping and factor traces by layer.
-        Reading it waits for the device.
+        the inverses in steps; ``ranks``; and ``layers``: π, damping and factor traces by layer,
+        and ``bias_damping`` if a bias is trained. Reading it waits for the device.
         """
         engine = self.engine
         layers = {
-            name: {**layer.summary(), "damping": layer.state.damping}
+            name: {**layer.summary(), **_dampings(layer.state)}
             for name, layer in engine.curvature.layers.items()
             if layer.state.running is not None
         }
@@ -179,3 +180,9 @@ def _length(batches: Iterable[Any]) -> int | None:
         return len(batches) if isinstance(batches, Sized) else None
     except TypeError:
         return None
+
+
+def _dampings(state: LayerState) -> dict[str, float]:
+    """Return δ of a layer, and that of its bias if it is trained."""
+    weight, bias = state.damping
+    return {"damping": weight} | ({"bias_damping": bias} if "bias" in state.roles else {})

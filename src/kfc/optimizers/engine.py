@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kfc._helpers import all_finite, largest_entries, moved, require_keys, require_whole
+from kfc.curvature.damping import Damping
 from kfc.curvature.model import ModelCurvature
 from kfc.curvature.options import CurvatureChoice, resolve_curvature
 from kfc.curvature.statistics import BatchStatistics
@@ -193,11 +194,11 @@ class Engine:
         with self.schedule.timed("averages"), self.full_precision():
             self.curvature.update_(batch)
 
-    def refresh_inverses(self, damping: Callable[[str], float], *, at_once: bool = False) -> None:
+    def refresh_inverses(self, damping: Callable[[str], Damping], *, at_once: bool = False) -> None:
         """Refresh the inverses that are due (T_f).
 
         Args:
-            damping: returns δ of a layer, by its name.
+            damping: returns δ of a layer's weight and bias, by its name.
             at_once: refresh all inverses in this step, due or not.
         """
         step = self.steps + 1

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kfc._helpers import at_least_float32, require_keys, require_number
+from kfc.curvature.damping import Damping
 from kfc.curvature.options import CurvatureChoice
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
@@ -167,8 +168,8 @@ class KFAC(CurvatureOptimizer):
         self._update_averages(None)  # θ̄ ← ζθ̄ + (1 - ζ)θ
         engine.end_step()
 
-    def _damping(self, layer: str) -> float:
-        return self.factor_damping.value**2
+    def _damping(self, layer: str) -> Damping:
+        return Damping.uniform(self.factor_damping.value**2)
 
     def _measures(self, step: int) -> bool:
         """Return whether the effect of the update is measured; in the first step it is."""

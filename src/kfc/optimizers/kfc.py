@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kfc._helpers import moved, require_keys, require_number
+from kfc.curvature.damping import Damping
 from kfc.curvature.options import CurvatureChoice
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
@@ -37,7 +38,8 @@ class KFC(CurvatureOptimizer):
         momentum: μ, the momentum.
         weight_decay: λ, the coefficient of ½‖θ‖² in the objective; it enters the gradient and the
             damping.
-        damping: γ, added to λ in the damping √(λ + γ) of the factors.
+        damping: γ, added to λ in the damping √(λ + γ) of the factors. A bias is damped by the λ and
+            γ of its own group.
         clip: C, a limit on the Fisher norm of an update: a number, a :class:`kfc.FisherClip`, or
             ``None`` for no limit.
         averaging_timescale: τ, the timescale of the averaged parameters in updates; ``None``: no
@@ -146,10 +148,14 @@ class KFC(CurvatureOptimizer):
                 "needs the batch; run the model first, or set clip=None"
             )
 
-    def _layer_damping(self, layer: str) -> float:
-        """Return δ = λ + γ of the group of the layer's weight."""
-        weight = self.engine.plan.layers[layer].weight
-        group = next(g for g in self.param_groups if any(p is weight for p in g["params"]))
+    def _layer_damping(self, layer: str) -> Damping:
+        """Return δ = λ + γ of the layer's weight and bias, each from its own group."""
+        parameters = self.engine.plan.layers[layer].parameters()
+        deltas = {role: self._damping_of(parameter) for role, parameter in parameters.items()}
+        return Damping(deltas["weight"], deltas.get("bias", deltas["weight"]))
+
+    def _damping_of(self, parameter: nn.Parameter) -> float:
+        group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
         return float(group["weight_decay"]) + float(group["damping"])
 
     def _times_learning_rate_(self, natural: Vector) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from kfc._helpers import require_number
+from kfc.curvature.damping import Damping
 from kfc.curvature.options import CurvatureChoice
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
@@ -91,7 +92,7 @@ class Preconditioner(CurvatureAccess):
             self.model.zero_grad(set_to_none=True)
             return False
         engine.update_(batch)
-        engine.refresh_inverses(lambda _: self.damping)
+        engine.refresh_inverses(lambda _: Damping.uniform(self.damping))
         engine.solve_(gradients)
         engine.end_step()
         return True
