@@ -33,6 +33,9 @@ class Fit(NamedTuple):
         if self._is_bernoulli():
             why = "the derivative of the loss has equal weights if targets are 0 or 1"
             return Bernoulli(), why, self.probabilities()
+        for axis in self._axes():
+            if self._may_sum_to_zero(axis):
+                return Categorical(axis=axis), "all classes are predicted with certainty", ""
         advice = self.probabilities() or (
             "its derivative is not that of cross-entropy with class or binary targets, so it is "
             'taken for a mean squared error; pass likelihood="gaussian", "bernoulli" or '
@@ -45,7 +48,9 @@ class Fit(NamedTuple):
         other = [axis for axis in self._axes() if self._sums_to_zero(axis)]
         if isinstance(likelihood, Categorical):
             axis = likelihood.axis
-            if self._sums_to_zero(axis, expected=True) or self._are_log_probabilities(axis):
+            if self._sums_to_zero(axis) or self._are_log_probabilities(axis):
+                return ""
+            if self._may_sum_to_zero(axis):
                 return ""
             if other:
                 return (
@@ -90,6 +95,8 @@ class Fit(NamedTuple):
 
     def is_decisive(self, likelihood: Likelihood) -> bool:
         """Return whether another batch would lead to the same choice."""
+        if isinstance(likelihood, Categorical):
+            return not self._may_sum_to_zero(likelihood.axis)
         return not isinstance(likelihood, Bernoulli) or self._outputs_vary()
 
     def has_two_classes(self, likelihood: Likelihood) -> bool:
@@ -112,7 +119,11 @@ class Fit(NamedTuple):
         axes = [1] if dimensions == 2 else [1, -1] if dimensions > 2 else []
         return [axis for axis in axes if self.outputs.shape[axis] > 1]
 
-    def _sums_to_zero(self, axis: int, *, expected: bool = False) -> bool:
+    def _may_sum_to_zero(self, axis: int) -> bool:
+        """Return whether the derivative does not sum to zero, but rounding may be the reason."""
+        return not self._sums_to_zero(axis) and self._sums_to_zero(axis, leniently=True)
+
+    def _sums_to_zero(self, axis: int, *, leniently: bool = False) -> bool:
         """Return whether every term's derivative sums to zero over the axis, up to rounding.
 
         A class that is predicted with certainty has the derivative c (p - 1), whose rounding error
@@ -120,7 +131,7 @@ class Fit(NamedTuple):
         all classes are predicted with certainty; then the other classes tell c.
 
         Args:
-            expected: also accept what may be rounding if only one other class tells c.
+            leniently: also accept what may be rounding if only one other class tells c.
         """
         g = at_least_float32(self.derivative)
         sizes, sums = g.abs().sum(axis), g.sum(axis).abs()
@@ -130,7 +141,7 @@ class Fit(NamedTuple):
             return True
         reading = Categorical(axis=axis).read(self.outputs, self.derivative)
         weights, certain = (each.squeeze(axis) for each in reading)
-        by_weight = (certain | expected) & (sums <= rounding * weights)
+        by_weight = (certain | leniently) & (sums <= rounding * weights)
         return bool(((sums <= allowed) | by_weight).all())
 
     def _are_log_probabilities(self, axis: int) -> bool:
