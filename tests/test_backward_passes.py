@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 from collections.abc import Callable
 
 import pytest
@@ -141,6 +142,24 @@ def test_a_second_backward_pass_through_the_same_forward():
         (0.5 * F.cross_entropy(outputs, y.flip(0))).backward()
 
     assert_close(gathered(backward), plain(1.5))
+
+
+def test_several_backward_passes_through_one_forward_with_few_classes():
+    """No class of three is without a target, so that the sum of the derivatives tells nothing."""
+    x, found = torch.randn(5, 2), []
+    targets = torch.tensor([[0, 1, 2, 0, 1], [1, 2, 0, 1, 2], [2, 0, 1, 2, 0]])
+    for together in (True, False):
+        torch.manual_seed(1)
+        model = nn.Linear(2, 3)
+        optimizer = make(model)
+        outputs = model(x)
+        if together:
+            (3 * F.cross_entropy(outputs, targets[0])).backward()
+        else:
+            for each in targets:
+                F.cross_entropy(outputs, each).backward(retain_graph=True)
+        found.append(results(optimizer))
+    assert_close(*found)
 
 
 @pytest.mark.parametrize("option", ["retain_graph", "create_graph"])
@@ -367,6 +386,24 @@ def test_outputs_that_are_selected_and_reshaped(output, reference):
     _, logits = model(x)
     F.cross_entropy(logits.flatten(0, 1), y.flatten()).backward()
     assert_close(results(optimizer), truth)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_selected_output_of_a_bad_batch(bad):
+    """It does not choose the likelihood."""
+    x, y = torch.randn(6, 2, 5), torch.randint(4, (6, 4))
+    model = Several()
+    optimizer = make(model, output=lambda out: out[1].transpose(1, 2), strict=True)
+    for factor in (bad, 1.0):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x)[1].flatten(0, 1), y.flatten())
+        (factor * loss).backward()
+        if factor == 1:
+            optimizer.step()
+        else:
+            with pytest.warns(UserWarning, match="step 1 was skipped"):
+                optimizer.step()
+    assert "sums to zero over dimension 1" in optimizer.describe()
 
 
 def test_a_selected_output_beside_others_that_the_loss_uses():

@@ -178,6 +178,22 @@ def test_micro_batches_of_different_map_sizes():
     torch.testing.assert_close(preconditioner.factors["0"].activation, rows.T @ rows / 5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("classes", [3, 10])
+@pytest.mark.parametrize("scale", [1.0, 10.0, 30.0])
+def test_the_loss_of_confident_predictions_fits(scale, classes, dtype):
+    """Rounding is more than what is left of the derivative where predictions are certain."""
+    for right in (False, True):
+        model = nn.Linear(5, classes, dtype=dtype)
+        x = scale * torch.randn(8, 5, dtype=dtype)
+        with torch.no_grad():
+            model.weight.mul_(5)
+            y = model(x).argmax(1) if right else torch.randint(classes, (8,))
+        preconditioner = kfc.Preconditioner(model, strict=True)
+        F.cross_entropy(model(x), y).backward()
+        assert "Categorical" in preconditioner.describe()
+
+
 def test_empirical_factors_use_the_targets_of_the_data():
     model, (x, y) = nn.Sequential(nn.Linear(3, 4)), (torch.randn(5, 3), torch.randint(4, (5,)))
     preconditioner = kfc.Preconditioner(model, curvature=kfc.Kronecker(fisher="empirical"))
