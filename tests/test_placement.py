@@ -53,7 +53,8 @@ def test_sizes_count_triangles_bases_and_gradients():
     assert linear == LayerSize((7**3 + 4**3) / 3, 4 * (28 + 10 + 2), 4 * 28, can_be_kept=True)
     eigen = sizes(nn.Linear(6, 4), kind="eigen")["0"]
     assert eigen.operations == 9 * (7**3 + 4**3)
-    assert eigen.inverse_bytes == 4 * (49 + 16 + 28 + 1)
+    # The last two are the damping, and the ratio of those of bias and weight.
+    assert eigen.inverse_bytes == 4 * (49 + 16 + 28 + 2)
     grouped = sizes(nn.Conv2d(4, 6, 3, groups=2).double())["0"]
     assert grouped.inverse_bytes == 8 * (2 * 19 * 20 // 2 + 2 * 3 * 4 // 2 + 2)
     assert not sizes(nn.Linear(6, 4), curvature="ekfac")["0"].can_be_kept
