@@ -1,4 +1,4 @@
-"""The first estimate of the factors in `kfc train`, and the paper's choice of their decay."""
+"""The first estimate of the factors in `kfc train`, with which Algorithm 1 begins."""
 
 import json
 import math
@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.testing import assert_close
 
-import kfc
 from commands import assert_clear_error, kfc_here
 from kfc.distributed.ranks import Ranks
+from kfc.lab.comparison.runner import ComparisonRunner
+from kfc.lab.comparison.settings import make_comparison, preset_names, read_comparison
 from kfc.lab.components import RunComponents
 from kfc.lab.config import ConfigError, config_from_dict, make_config
 from kfc.lab.data import Batches, Inputs, load
@@ -349,64 +349,32 @@ def test_an_interruption_of_one_rank_ends_the_estimate_of_all(tmp_path):
     assert run_ranks(estimate_on_ranks, 2, tmp_path / "run", 3) == [{}, {}]
 
 
-# Decay
+# Comparisons
 
 
-@pytest.mark.parametrize("method", [kfc.KFC, kfc.KFAC])
-@pytest.mark.parametrize("curvature", [kfc.Kronecker, kfc.SUA, kfc.EKFAC, kfc.Diagonal])
-def test_the_decay_of_averaging_follows_from_its_timescale(method, curvature):
-    optimizer = method(
-        nn.Linear(2, 2), averaging_timescale=8.0, curvature=curvature(factor_decay="averaging")
-    )
-    assert optimizer.engine.curvature.options == curvature(factor_decay=math.exp(-1 / 8))
+def test_learning_rates_are_tried_for_their_time_after_the_estimate(digits, tmp_path):
+    """A slice as short as this ends after the estimate, before the first update."""
+    content = {
+        "title": "two learning rates",
+        "settings": {"data": "digits", "batch_size": 128, "updates": 4, "threads": 1},
+        "methods": {"KFC": {"lr": [0.003, 0.001]}},
+        "tuning_seconds": 1e-3,
+        "slice_seconds": 1e-9,
+    }
+    runner = ComparisonRunner(make_comparison(content), tmp_path, digits, lambda run, row: None)
+    assert runner.run()
+    ends = sorted((record.end["reason"], record.end["update"]) for record in runner.records())
+    assert [reason for reason, _ in ends] == ["not chosen", "updates"]
+    assert all(update > 0 for _, update in ends)
+    assert all(record.estimate["examples"] == 1438 for record in runner.records())
 
 
-@pytest.mark.parametrize("method", [kfc.KFC, kfc.KFAC, kfc.Preconditioner])
-def test_the_decay_of_averaging_needs_a_timescale(method):
-    model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"pass averaging_timescale= .* or a number"):
-        method(model, curvature=kfc.Kronecker(factor_decay="averaging"))
-    assert not model._forward_hooks
-    if method is not kfc.Preconditioner:
-        with pytest.raises(ValueError, match="averaging_timescale must be"):
-            method(
-                model,
-                averaging_timescale=-1.0,
-                curvature=kfc.Kronecker(factor_decay="averaging"),
-            )
-
-
-@pytest.mark.parametrize("value", ["paper", "0.5", None, math.nan])
-def test_other_words_are_not_a_decay(value):
-    with pytest.raises(ValueError, match="factor_decay must be"):
-        kfc.Kronecker(factor_decay=value)
-
-
-def test_the_decay_is_per_update_of_the_statistics():
-    """Not per step: with T_s = 2, the factors change at steps 1, 2 and 4 by the same ξ."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2, bias=False)
-    optimizer = kfc.KFC(
-        model,
-        averaging_timescale=4.0,
-        curvature=kfc.Kronecker(factor_decay="averaging"),
-        schedule=kfc.Periods(2, 2),
-        likelihood="categorical",
-    )
-    expected, decay = None, math.exp(-1 / 4)
-    for step in range(1, 5):
-        x = torch.randn(8, 3)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), torch.randint(2, (8,))).backward()
-        optimizer.step()
-        if step == 1:
-            expected = x.T @ x / 8
-        elif step % 2 == 0:
-            expected = decay * expected + (1 - decay) * x.T @ x / 8
-        assert_close(optimizer.factors[""].activation, expected)
-
-
-def test_the_lab_takes_the_timescale_of_its_own_averages(digits):
-    config = config_of(factor_decay="averaging", averaging_examples=1280)
-    options = RunComponents(config, digits).optimizer.engine.curvature.options
-    assert options.factor_decay == pytest.approx(math.exp(-1 / 10))
+@pytest.mark.parametrize("preset", preset_names())
+def test_presets_estimate_on_everything_unless_quick(preset):
+    """Quick versions are too short for an estimate on a large data set."""
+    for quick in (False, True) if preset != "demo" else (False,):
+        comparison = read_comparison(preset, quick=quick, overrides={})
+        configs = [c for each in comparison.candidates().values() for c in each]
+        for config in configs:
+            if config.optimizer == "kfc":
+                assert (config.options["estimate_factors"] is not None) == quick

@@ -145,7 +145,10 @@ class ComparisonRunner:
         self._trainers.pop(run).close()
 
     def _was_tried(self, run: ComparedRun) -> bool:
-        return self._trainers[run].seconds >= self.comparison.tuning_seconds
+        """Return whether a candidate has trained for the tuning time after its first estimate."""
+        estimate = run.record().estimate
+        seconds = self._trainers[run].seconds - (estimate["seconds"] if estimate else 0.0)
+        return seconds >= self.comparison.tuning_seconds
 
     def _has_reached_goals(self, run: ComparedRun) -> bool:
         goals = {

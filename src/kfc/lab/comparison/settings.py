@@ -40,8 +40,8 @@ class Comparison:
     stop_at_goals: bool = option(False, "Whether a run ends when it has reached all goals")
     tuning_seconds: float = option(
         60.0,
-        "Training time of every candidate learning rate; only the one with the lowest training "
-        "loss continues",
+        "Training time of every candidate learning rate, without its first estimate of the "
+        "factors; only the one with the lowest training loss continues",
         positive=True,
     )
     slice_seconds: float = option(
