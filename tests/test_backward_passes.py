@@ -75,8 +75,18 @@ def test_the_user_sees_the_same_gradients():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_checkpointing(whole):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_of_the_whole_model(reentrant):
+    x, y = batch()
+
+    def backward(model):
+        inputs = x.clone().requires_grad_()
+        F.cross_entropy(checkpoint(model, inputs, use_reentrant=reentrant), y).backward()
+
+    assert_close(gathered(backward), plain())
+
+
+def test_checkpointing_inside_the_model():
     x, y = batch()
 
     class Checkpointed(nn.Sequential):
@@ -85,10 +95,9 @@ def test_checkpointing(whole):
                 x = checkpoint(layer, x, use_reentrant=False)
             return x
 
-    model = net() if whole else Checkpointed(*net())
+    model = Checkpointed(*net())
     optimizer = make(model)
-    outputs = checkpoint(model, x, use_reentrant=False) if whole else model(x)
-    F.cross_entropy(outputs, y).backward()
+    F.cross_entropy(model(x), y).backward()
     assert_close(results(optimizer), plain())
 
 
