@@ -125,7 +125,13 @@ def test_on_a_quadratic_it_is_preconditioned_conjugate_gradient(kind):
     optimizer = kfc.KFAC(
         model,
         weight_decay=decay,
-        adaptation=kfc.Adaptation(model_damping=0.0, factor_damping=gamma, model_damping_period=1),
+        adaptation=kfc.Adaptation(
+            model_damping=0.0,
+            factor_damping=gamma,
+            max_lr=None,
+            max_momentum=None,
+            model_damping_period=1,
+        ),
         likelihood="gaussian",
         curvature=kfc.Kronecker(fisher="exact", inverse=kind),
         schedule=kfc.Periods(NEVER, NEVER),
@@ -159,10 +165,13 @@ def test_on_a_quadratic_it_is_preconditioned_conjugate_gradient(kind):
 def test_coefficients_and_predictions_against_a_dense_model(kind, lr, momentum):
     model, inputs, labels = small_problem()
     decay = 0.02
+    unbounded = {"max_lr": None} if lr is None else {}
+    unbounded |= {"max_momentum": None} if momentum is None else {}
     optimizer = kfc.KFAC(
         model,
         weight_decay=decay,
         adaptation=kfc.Adaptation(
+            **unbounded,
             lr=lr,
             momentum=momentum,
             initial_model_damping=0.5,
@@ -409,21 +418,22 @@ def test_model_damping_recovers_from_a_value_that_is_too_large():
 
 
 @pytest.mark.parametrize("kind", ["factored", "eigen"])
-@pytest.mark.parametrize("start", [1e-3, 0.3, 30.0])
+@pytest.mark.parametrize("start", [math.sqrt(0.05), 0.3, 30.0])
 def test_factor_damping_is_the_best_of_three(kind, start):
     model, inputs, labels = small_problem()
     curvature = kfc.Kronecker(fisher="exact", inverse=kind)
     optimizer = make(
         model, initial_model_damping=0.05, factor_damping_period=3, curvature=curvature
     )
-    optimizer.factor_damping.value = start
+    optimizer.factor_damping.choose(start)
     closure = closure_of(model, inputs, labels)
     for _ in range(2):
         optimizer.step(closure)
     assert optimizer.factor_damping.value == start
     weights, state = copy.deepcopy(model.state_dict()), optimizer.state_dict()
     outcomes = {}
-    for candidate in (start, start * (19 / 20) ** 10, start / (19 / 20) ** 10):
+    lower = max(start * (19 / 20) ** 10, math.sqrt(0.05))
+    for candidate in (start, lower, start / (19 / 20) ** 10):
         twin, _, _ = small_problem()
         twin.load_state_dict(weights)
         # As if γ had been the candidate, and inverses were due.

@@ -1,5 +1,8 @@
 """The two dampings of appendix A.2, which adapt."""
 
+import math
+from collections.abc import Callable
+
 from kfc.optimizers.options import Adaptation
 
 # Outside these bounds the damping dominates or vanishes, and float32 would lose it.
@@ -38,12 +41,16 @@ class ModelDamping:
         self._set(max(self.value, LOWEST) * ALARM)
         return True
 
-    def reset(self, value: float) -> None:
-        """Return to an earlier value."""
+    def snapshot(self) -> float:
+        """Return the state, to be passed to :meth:`restore`."""
+        return self.value
+
+    def restore(self, value: float) -> None:
+        """Return to an earlier state."""
         self.value = value
 
     def resume_at(self, value: float) -> None:
-        """Continue from a saved value, unless λ is fixed."""
+        """Continue from a saved state, unless λ is fixed."""
         if self.adapts:
             self._set(value)
 
@@ -55,31 +62,60 @@ class FactorDamping:
     """γ, which accounts for what the Kronecker factors leave out of the Fisher matrix.
 
     It enters the factors as (Ω + π γ I) ⊗ (Γ + γ/π I), which is γ² in all. It is fixed, or the best
-    of three candidates is chosen periodically.
+    of three candidates is chosen periodically. An adapted γ is never below √(λ + weight decay),
+    the damping of the quadratic model, also if λ has grown since γ was chosen.
 
     Args:
-        initial: the initial γ if it adapts.
+        model_damping: λ.
+        weight_decay: returns the largest weight decay.
     """
 
-    def __init__(self, options: Adaptation, initial: float) -> None:
+    def __init__(
+        self, options: Adaptation, model_damping: ModelDamping, weight_decay: Callable[[], float]
+    ) -> None:
         self.adapts = options.factor_damping is None
-        self.value = initial if options.factor_damping is None else options.factor_damping
         self.factor = options.factor_damping_factor
         self.period = options.factor_damping_period
+        self._model_damping, self._weight_decay = model_damping, weight_decay
+        # The damping of the inverses in use, which may be below the floor.
+        first = model_damping.value or options.initial_model_damping
+        initial = math.sqrt(first + weight_decay())
+        self._chosen = initial if options.factor_damping is None else options.factor_damping
+
+    @property
+    def value(self) -> float:
+        return max(self._chosen, self._floor()) if self.adapts else self._chosen
+
+    def _floor(self) -> float:
+        return math.sqrt(self._model_damping.value + self._weight_decay())
 
     def is_due(self, step: int) -> bool:
         return self.adapts and step % self.period == 0
 
-    def reset(self, value: float) -> None:
-        """Change γ."""
-        self.value = value
+    def is_raised(self) -> bool:
+        """Return whether the floor has risen above the damping of the inverses in use."""
+        return self.value > self._chosen
+
+    def choose(self, value: float) -> None:
+        """Set γ to the damping of the inverses in use."""
+        self._chosen = value
+
+    def snapshot(self) -> float:
+        """Return the state, to be passed to :meth:`restore`."""
+        return self._chosen
+
+    def restore(self, value: float) -> None:
+        """Return to an earlier state."""
+        self._chosen = value
 
     def resume_at(self, value: float) -> None:
-        """Continue from a saved value, unless γ is fixed."""
+        """Continue from a saved state, unless γ is fixed."""
         if self.adapts:
-            self.value = min(max(value, LOWEST**0.5), HIGHEST**0.5)
+            self._chosen = min(max(value, LOWEST**0.5), HIGHEST**0.5)
 
     def candidates(self) -> list[float]:
         """Return the candidates, the present value first."""
-        others = [self.value * self.factor, self.value / self.factor]
-        return [self.value, *(v for v in others if LOWEST**0.5 <= v <= HIGHEST**0.5)]
+        present = self.value
+        others = [max(present * self.factor, self._floor()), present / self.factor]
+        allowed = [v for v in others if LOWEST**0.5 <= v <= HIGHEST**0.5 and v != present]
+        return [present, *allowed]

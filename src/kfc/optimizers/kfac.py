@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfc._helpers import at_least_float32, require_keys, require_number
+from kfc._helpers import require_keys, require_number
 from kfc.curvature.damping import Damping
 from kfc.curvature.options import CurvatureChoice
 from kfc.distributed.options import Parallel
@@ -16,7 +16,7 @@ from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.damping import FactorDamping, ModelDamping
 from kfc.optimizers.engine import Engine, check_version
 from kfc.optimizers.groups import require_hyper_parameters
-from kfc.optimizers.objective import Objective
+from kfc.optimizers.objective import Objective, decay_penalty
 from kfc.optimizers.options import Adaptation
 from kfc.optimizers.proposals import Proposal, Proposals, Vector
 from kfc.optimizers.skipping import named_ranks
@@ -95,22 +95,28 @@ class KFAC(CurvatureOptimizer):
         super().__init__(engine, defaults, groups, averaging_timescale)
         self.lr = lr
         self.model_damping = ModelDamping(adaptation)
-        largest = max(float(group["weight_decay"]) for group in self.param_groups)
-        first = self.model_damping.value or adaptation.initial_model_damping
-        self.factor_damping = FactorDamping(adaptation, math.sqrt(first + largest))
+        self.factor_damping = FactorDamping(adaptation, self.model_damping, self._largest_decay)
         self._proposals = Proposals(
             engine, self._by_group, adaptation, clip, self.model_damping, self.factor_damping
         )
         self._last: dict[str, float | None] = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Tensor], held_out: Callable[[], Tensor] | None = None
+    ) -> Tensor:
         """Update the parameters once.
 
         Args:
             closure: runs the model on the batch and returns the loss, **without** calling
                 backward; existing gradients are dropped. It is evaluated again, on the same batch,
                 to measure the effect of the update.
+            held_out: runs the model on another batch of the training data and returns the loss,
+                without calling backward. If given, the change of the objective in ρ is measured on
+                that batch, and not on the batch that the update was made for, whose loss falls
+                more. In a step that measures ρ, ``held_out`` is evaluated before and after the
+                update, without gradients, in place of the second evaluation of ``closure``; in the
+                other steps it is not called.
 
         Returns:
             The loss before the update; with several ranks, this rank's.
@@ -121,6 +127,7 @@ class KFAC(CurvatureOptimizer):
         """
         self._refuse_averaged()
         objective = Objective(self.model, closure, self.engine.reducer)
+        other = None if held_out is None else self._held_out(held_out)
         collector = self.engine.collector
         before = self._snapshot()
         collector.drop()
@@ -128,7 +135,7 @@ class KFAC(CurvatureOptimizer):
             with collector.recording_random_state():
                 found = objective.differentiate() or self._differentiate_from_before(objective)
                 loss, mean_over_ranks = found
-                self._update(objective, mean_over_ranks)
+                self._update(other or objective, None if other else mean_over_ranks)
         except BaseException:
             self._restore(before)
             objective.rewind()
@@ -137,7 +144,20 @@ class KFAC(CurvatureOptimizer):
             collector.drop()
         return loss
 
-    def _update(self, objective: Objective, loss: float) -> None:
+    def _held_out(self, closure: Callable[[], Tensor]) -> Objective:
+        if not self._adapts():
+            raise ValueError(
+                "held_out has no effect with fixed lr, momentum and model_damping; remove it"
+            )
+        return Objective(self.model, closure, self.engine.reducer, "held_out=")
+
+    def _update(self, measured: Objective, loss: float | None) -> None:
+        """Update the parameters after a backward pass.
+
+        Args:
+            measured: the objective that ρ is measured on.
+            loss: its value, if known.
+        """
         engine, step = self.engine, self.engine.steps + 1
         gradients = engine.gradients()
         choosing = self.factor_damping.is_due(step)
@@ -148,7 +168,8 @@ class KFAC(CurvatureOptimizer):
 
         # Appendix A.2
         engine.update_(batch, may_skip=True)  # moving averages of Ω and Γ (eqn 33)
-        engine.refresh_inverses(self._damping, at_once=choosing)  # damped by γ²
+        at_once = choosing or self.factor_damping.is_raised()
+        engine.refresh_inverses(self._damping, at_once=at_once)  # damped by γ²
         gradient = self._add_weight_decay(gradients)  # ∇h: gradient of the loss, plus decay
         previous = self._previous(gradient)
         proposal = self._proposals.propose(  # Δ = -F̂⁻¹∇h; α, μ and γ minimise M(αΔ + μ v_prev)
@@ -157,31 +178,37 @@ class KFAC(CurvatureOptimizer):
         if proposal is None:
             engine.skip_step()
             return
-        value = loss + self._penalty() if measures else loss
+        value = self._value_before(measured, loss) if measures else 0.0
         with engine.schedule.timed("update"):
             self._start_averages()
             self._remember(proposal.direction)
             self._place(proposal)  # θ ← θ + αΔ + μ v_prev
         if measures:
             with engine.schedule.timed("reduction ratio"):
-                self._measure(objective, value, proposal)  # λ by ρ = actual / predicted change
+                self._measure(measured, value, proposal)  # λ by ρ = actual / predicted change
         self._update_averages(None)  # θ̄ ← ζθ̄ + (1 - ζ)θ
         engine.end_step()
 
     def _damping(self, layer: str) -> Damping:
         return Damping.uniform(self.factor_damping.value**2)
 
+    def _largest_decay(self) -> float:
+        return max(float(group["weight_decay"]) for group in self.param_groups)
+
+    def _adapts(self) -> bool:
+        """Return whether the effect of updates is ever needed."""
+        return self.model_damping.adapts or not self._proposals.coefficients_are_fixed
+
     def _measures(self, step: int) -> bool:
         """Return whether the effect of the update is measured; in the first step it is."""
-        adapts = self.model_damping.adapts or not self._proposals.coefficients_are_fixed
-        return adapts and is_due(self.model_damping.period, step)
+        return self._adapts() and is_due(self.model_damping.period, step)
 
     # Errors
 
     def _differentiate_from_before(self, objective: Objective) -> tuple[Tensor, float]:
         """Return to the parameters before the last update, and raise the damping."""
         moved = [p for p in self._parameters() if PREVIOUS in self.state[p]]
-        if not moved or not self._raise_damping():
+        if not moved or not self._proposals.raise_damping():
             raise self._failure(objective, "before the update")
         for parameter in moved:
             parameter.copy_(self.state[parameter][BEFORE])
@@ -192,10 +219,6 @@ class KFAC(CurvatureOptimizer):
         if found is None:
             raise self._failure(objective, "before the update")
         return found
-
-    def _raise_damping(self) -> bool:
-        """Raise λ tenfold if it matters; return whether that was possible."""
-        return not self._proposals.coefficients_are_fixed and self.model_damping.raise_alarm()
 
     def _failure(self, objective: Objective, when: str) -> FloatingPointError:
         adapts = self.model_damping.adapts and not self._proposals.coefficients_are_fixed
@@ -211,7 +234,7 @@ class KFAC(CurvatureOptimizer):
         """Return what an error must leave as it was."""
         return {
             "values": [(p, p.detach().clone(), dict(self.state[p])) for p in self._parameters()],
-            "dampings": [(d, d.value) for d in (self.model_damping, self.factor_damping)],
+            "dampings": self._dampings(),
             "curvature": self.engine.curvature.snapshot(),
             "refresher": self.engine.refresher.snapshot(),
         }
@@ -220,8 +243,8 @@ class KFAC(CurvatureOptimizer):
         for parameter, value, state in before["values"]:
             parameter.copy_(value)
             self.state[parameter] = state
-        for damping, value in before["dampings"]:
-            damping.reset(value)
+        for name, value in before["dampings"].items():
+            getattr(self, name).restore(value)
         self.engine.curvature.restore(before["curvature"])
         self.engine.refresher.restore(before["refresher"])
 
@@ -242,14 +265,7 @@ class KFAC(CurvatureOptimizer):
         }
 
     def _penalty(self) -> float:
-        """Return ½ Σ weight decay · θ²."""
-        total = 0.0
-        for group in self.param_groups:
-            if group["weight_decay"]:
-                squares = [at_least_float32(p).square().sum() for p in group["params"]]
-                sums = torch.stack([square.cpu() for square in squares]).sum().item()
-                total += 0.5 * float(group["weight_decay"]) * sums
-        return total
+        return decay_penalty(self.param_groups)
 
     def _remember(self, direction: Vector) -> None:
         """Keep the values of the parameters that will move."""
@@ -272,6 +288,14 @@ class KFAC(CurvatureOptimizer):
                 parameter.copy_(self.state[parameter][BEFORE] + step)
                 self.state[parameter][PREVIOUS] = step
 
+    def _value_before(self, measured: Objective, loss: float | None) -> float:
+        """Return the objective before the update."""
+        if loss is None:
+            loss = measured.value()
+            if not math.isfinite(loss):
+                raise self._failure(measured, "on the held-out batch before the update")
+        return loss + self._penalty()
+
     def _measure(self, objective: Objective, value: float, proposal: Proposal) -> None:
         """Adapt λ to the effect of the update, and retry with more λ if the loss is not finite.
 
@@ -287,7 +311,7 @@ class KFAC(CurvatureOptimizer):
             worse = first and change > proposal.rounding(value)
             if math.isfinite(change) and not worse:
                 break
-            cautious = self._more_cautious(proposal) if attempt < MAX_RETRIES else None
+            cautious = self._proposals.more_cautious(proposal) if attempt < MAX_RETRIES else None
             if cautious is None:
                 break
             proposal = cautious
@@ -296,20 +320,10 @@ class KFAC(CurvatureOptimizer):
             raise self._failure(objective, "after the update")
         if worse and proposal is not bold:  # λ was not the reason
             proposal = bold
-            self.model_damping.reset(damping)
+            self.model_damping.restore(damping)
             self._place(proposal)
             change = objective.value() + self._penalty() - value
         self._adapt(change, proposal, value)
-
-    def _more_cautious(self, proposal: Proposal) -> Proposal | None:
-        """Return the same directions with more λ; ``None`` if that changes nothing."""
-        assert proposal.model is not None
-        if not self._raise_damping():
-            return None
-        coefficients = self._proposals.coefficients(proposal.model)
-        if coefficients == proposal.coefficients:
-            return None
-        return proposal._replace(coefficients=coefficients)
 
     def _adapt(self, change: float, proposal: Proposal, value: float) -> None:
         """Adapt λ to ρ, the change of the objective over the predicted change."""
@@ -356,8 +370,10 @@ class KFAC(CurvatureOptimizer):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        dampings = {name: getattr(self, name).value for name in DAMPINGS}
-        return {**super().state_dict(), "dampings": dampings}
+        return {**super().state_dict(), "dampings": self._dampings()}
+
+    def _dampings(self) -> dict[str, float]:
+        return {name: getattr(self, name).snapshot() for name in DAMPINGS}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict; numbers that this optimizer's ``adaptation`` fixes stay fixed."""

@@ -1,13 +1,14 @@
-"""A closure that can be evaluated again under the same conditions."""
+"""The objective: a closure that can be evaluated again, and the penalty of weight decay."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kfc._helpers import all_finite, largest_entries
+from kfc._helpers import all_finite, at_least_float32, largest_entries
 from kfc.distributed.reducer import Reducer
 from kfc.fisher.calls import (
     SavedBuffers,
@@ -25,16 +26,24 @@ class Objective:
 
     Args:
         closure: runs the model on the batch and returns the loss, without its backward pass.
+        argument: how the user passes the closure to ``step()``.
 
     Attributes:
         bad_ranks: the ranks whose loss was not finite in the last evaluation.
     """
 
-    def __init__(self, model: nn.Module, closure: Callable[[], Tensor], reducer: Reducer) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        closure: Callable[[], Tensor],
+        reducer: Reducer,
+        argument: str = "",
+    ) -> None:
         if not callable(closure):
             raise TypeError(
                 "step() needs a closure that runs the model and returns the loss: "
-                "optimizer.step(lambda: F.cross_entropy(model(images), labels))"
+                f"optimizer.step({argument}lambda: F.cross_entropy(model(images), labels)), got "
+                f"{argument}{closure!r}"
             )
         self._model = model
         self._closure = closure
@@ -79,7 +88,10 @@ class Objective:
         """Return the loss at the current parameters; nothing else changes."""
         torch.clear_autocast_cache()
         with torch.no_grad(), suspended(), self._initial_conditions():
-            return self._mean_over_ranks(float(self._closure()))
+            loss = self._closure()
+            if isinstance(loss, Tensor) and loss.numel() != 1:
+                raise TypeError(f"the loss must be one number, got shape {tuple(loss.shape)}")
+            return self._mean_over_ranks(float(loss))
 
     def _mean_over_ranks(self, own: float) -> float:
         losses = [loss for (loss,) in self._reducer.gather([own])]
@@ -100,3 +112,14 @@ class Objective:
         """Return buffers and random state to what they were before the first evaluation."""
         set_random_state(self._random_state, self._accelerators)
         self._buffers.restore()
+
+
+def decay_penalty(groups: Sequence[Mapping[str, Any]]) -> float:
+    """Return ½ Σ weight decay · θ² over the parameters of param groups."""
+    total = 0.0
+    for group in groups:
+        if group["weight_decay"]:
+            squares = [at_least_float32(p).square().sum() for p in group["params"]]
+            sums = torch.stack([square.cpu() for square in squares]).sum().item()
+            total += 0.5 * float(group["weight_decay"]) * sums
+    return total

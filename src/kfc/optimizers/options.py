@@ -50,8 +50,12 @@ class Adaptation:
         factor_damping: a fixed γ, which enters the factors as (Ω + π γ I) ⊗ (Γ + γ/π I) and so
             adds γ² to their product; ``None``: adapted, by choosing the value for which the
             quadratic model has the lowest minimum.
+        max_lr: a bound on a chosen learning rate, 0 ≤ α ≤ ``max_lr``; ``None``: no bound, as in
+            the paper.
+        max_momentum: a bound on a chosen momentum, |μ| ≤ ``max_momentum``; ``None``: no bound, as
+            in the paper.
         initial_model_damping: the initial λ if it adapts. γ starts at √(λ + weight decay),
-            with the largest weight decay of all groups.
+            with the largest weight decay of all groups, and is never adapted to less.
         model_damping_period: the number of steps between adaptations of λ. Each evaluates the loss
             once more, to measure the effect of the update. The first step adapts λ too: it
             multiplies λ by ten until the update no longer increases the loss.
@@ -66,6 +70,8 @@ class Adaptation:
     momentum: float | None = None
     model_damping: float | None = None
     factor_damping: float | None = None
+    max_lr: float | None = 1.0
+    max_momentum: float | None = 1.0
     # The 150 of the K-FAC paper is for a loss summed over 784 pixels.
     initial_model_damping: float = 0.01
     model_damping_period: int = 5
@@ -79,6 +85,9 @@ class Adaptation:
                 require_number(name, getattr(self, name))
         if self.momentum is not None:
             require_number("momentum", self.momentum, below=1)
+        for name in ("max_lr", "max_momentum"):
+            if getattr(self, name) is not None:
+                require_number(name, getattr(self, name), positive=True)
         require_number("initial_model_damping", self.initial_model_damping, positive=True)
         for name in ("model_damping_decrease", "factor_damping_factor"):
             require_number(name, getattr(self, name), below=1, positive=True)
@@ -86,7 +95,7 @@ class Adaptation:
             require_whole(name, getattr(self, name))
         # Updates whose coefficients are chosen are measured also if λ is fixed.
         measured = self.lr is None or self.momentum is None
-        for fixed in ("model_damping", "factor_damping"):
+        for fixed in ("lr", "momentum", "model_damping", "factor_damping"):
             idle = [f.name for f in fields(self) if fixed in f.name and f.name != fixed]
             changed = [n for n in idle if getattr(self, n) != getattr(Adaptation, n)]
             if measured:

@@ -59,6 +59,8 @@ class Proposals:
         self._by_group = by_group
         self._lr = options.lr
         self._momentum = options.momentum
+        self._lr_bounds = _interval(None if self._lr is None else 1.0, options.max_lr, 0)
+        self._momentum_bounds = _interval(self._momentum, options.max_momentum, -1)
         self._clip = clip
         self._model_damping = model_damping
         self._factor_damping = factor_damping
@@ -87,6 +89,7 @@ class Proposals:
         candidates = [{}, *(curvature.redamped(value**2) for value in values[1:])]
         directions = self._directions(gradient, candidates)
         if self.coefficients_are_fixed and not (choosing or measures or self._clip is not None):
+            self._factor_damping.choose(values[0])
             return Proposal(directions[0], previous, None, [1.0, self._momentum or 0.0])
         whole = self._model(gradient, [*directions, *([previous] if previous else [])])
         if not whole.is_finite():
@@ -97,7 +100,7 @@ class Proposals:
             proposals.append(Proposal(direction, previous, model, self.coefficients(model)))
         best = min(range(len(proposals)), key=lambda index: self._damped_change(proposals[index]))
         curvature.restore(candidates[best])
-        self._factor_damping.reset(values[best])
+        self._factor_damping.choose(values[best])
         return proposals[best]
 
     def _damped_change(self, proposal: Proposal) -> float:
@@ -159,17 +162,41 @@ class Proposals:
         return QuadraticModel(products[0, 1:], fisher + decay[1:, 1:], products[1:, 1:], precision)
 
     def coefficients(self, model: QuadraticModel) -> list[float]:
-        """Return α and μ: fixed, or the minimum of the damped model; the clip limits α.
+        """Return α and μ, the minimum of the damped model within their bounds."""
+        return model.minimiser(self._model_damping.value, self._bounds(model))
 
-        If the learning rate is fixed, the direction contains it.
+    def raise_damping(self) -> bool:
+        """Raise λ tenfold if it matters; return whether that was possible."""
+        return not self.coefficients_are_fixed and self._model_damping.raise_alarm()
+
+    def more_cautious(self, proposal: Proposal) -> Proposal | None:
+        """Return the same directions with more λ; ``None`` if that changes nothing."""
+        assert proposal.model is not None
+        before = self._model_damping.value
+        while self.raise_damping():  # α and μ may stay at their bounds for a while
+            coefficients = self.coefficients(proposal.model)
+            if coefficients != proposal.coefficients:
+                return proposal._replace(coefficients=coefficients)
+        self._model_damping.restore(before)
+        return None
+
+    def _bounds(self, model: QuadraticModel) -> list[tuple[float, float]]:
+        """Return the lowest and the highest α and, if there is a previous update, μ.
+
+        The clip limits α. If the learning rate is fixed, the direction contains it, and α is 1 or
+        what the clip leaves of it.
         """
-        fixed = {} if self._lr is None else {0: 1.0}
-        if self._momentum is not None and len(model.slopes) > 1:
-            fixed[1] = self._momentum
-        coefficients = model.minimiser(self._model_damping.value, fixed)
-        if self._clip is not None:
-            norm = coefficients[0] ** 2 * model.curvature[0, 0].item()
-            if norm > self._clip:
-                fixed[0] = coefficients[0] * math.sqrt(self._clip / norm)
-                coefficients = model.minimiser(self._model_damping.value, fixed)
-        return coefficients
+        low, high = self._lr_bounds
+        norm = model.curvature[0, 0].item()
+        if self._clip is not None and norm > 0:
+            limit = math.sqrt(self._clip / norm)
+            low, high = max(low, -limit), min(high, limit)
+        bounds = [(min(low, high), high), self._momentum_bounds]
+        return bounds[: len(model.slopes)]
+
+
+def _interval(fixed: float | None, limit: float | None, lowest: int) -> tuple[float, float]:
+    """Return the bounds of a coefficient; the lower one is ``lowest`` times its limit."""
+    if fixed is not None:
+        return fixed, fixed
+    return (-math.inf, math.inf) if limit is None else (lowest * limit, limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,24 +51,55 @@ class QuadraticModel:
 
     def change(self, coefficients: Sequence[float], damping: float = 0.0) -> float:
         """Return M(c), with λS if a damping λ is given."""
-        c = self.slopes.new_tensor(coefficients)
-        return (self.slopes @ c + 0.5 * c @ self._damped(damping) @ c).item()
+        return self._value(self._damped(damping), coefficients)
 
-    def minimiser(self, damping: float, fixed: Mapping[int, float] | None = None) -> list[float]:
-        """Return the c that minimises M with some coefficients fixed.
+    def minimiser(
+        self, damping: float, bounds: Sequence[tuple[float, float]] | None = None
+    ) -> list[float]:
+        """Return the c that minimises M in a box.
 
         Directions that vanish, have no curvature, or are linear combinations of others up to
         rounding do not make the problem singular: the solution is the shortest one, with each
         direction scaled to unit curvature.
+
+        Args:
+            bounds: the lowest and the highest value of each coefficient, which may be infinite or
+                equal; ``None``: there are no bounds.
         """
-        fixed = fixed or {}
+        if bounds is None:
+            bounds = [(-math.inf, math.inf)] * len(self.slopes)
+        matrix, held = self._damped(damping), {}
+        for index, (low, high) in enumerate(bounds):
+            if low == high or matrix[index, index] <= 0:
+                held[index] = min(max(0.0, low), high)
+        return self._minimiser_in_box(matrix, bounds, held)
+
+    def _minimiser_in_box(
+        self, matrix: Tensor, bounds: Sequence[tuple[float, float]], held: Mapping[int, float]
+    ) -> list[float]:
+        """Return the minimum in the box with some coefficients held at a value.
+
+        M is convex. If its minimum without bounds lies outside the box, one of the bounds that it
+        violates is active at the minimum in the box: else a step towards it would lead further
+        down inside the box.
+        """
+        found = self._minimiser_with(matrix, held)
+        nearest = [min(max(c, low), high) for c, (low, high) in zip(found, bounds, strict=True)]
+        violated = [i for i, c in enumerate(found) if c != nearest[i] and i not in held]
+        if not violated:
+            return found
+        faces = [
+            self._minimiser_in_box(matrix, bounds, {**held, index: nearest[index]})
+            for index in violated
+        ]
+        return min(faces, key=lambda c: self._value(matrix, c))
+
+    def _minimiser_with(self, matrix: Tensor, held: Mapping[int, float]) -> list[float]:
+        """Return the minimum without bounds, with some coefficients held at a value."""
         c = torch.zeros_like(self.slopes)
-        for index, value in fixed.items():
+        for index, value in held.items():
             c[index] = value
-        matrix = self._damped(damping)
-        free = torch.tensor(
-            [i for i in range(len(c)) if i not in fixed and matrix[i, i] > 0], dtype=torch.long
-        )
+        free = torch.tensor([i for i in range(len(c)) if i not in held], dtype=torch.long)
         if len(free):
             slopes = (self.slopes + matrix @ c)[free]
             scale = matrix.diagonal()[free].rsqrt()
@@ -75,6 +107,10 @@ class QuadraticModel:
             c[free] = -scale * _pseudo_solve(scaled, scale * slopes, 100 * self.precision)
         result: list[float] = c.tolist()
         return result
+
+    def _value(self, matrix: Tensor, coefficients: Sequence[float]) -> float:
+        c = self.slopes.new_tensor(coefficients)
+        return (self.slopes @ c + 0.5 * c @ matrix @ c).item()
 
     def _damped(self, damping: float) -> Tensor:
         return self.curvature + damping * self.overlaps
