@@ -37,6 +37,11 @@ _data, _optimizer, _length, _records = (
 )
 
 
+def number_or_paper(text: str) -> float | str:
+    """Return a number, or the word "paper"."""
+    return number_or(PAPER, text)
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """The configuration of one run, complete and valid; :func:`make_config` fills in defaults.
@@ -70,7 +75,7 @@ class RunConfig:
         0.0,
         f'Weight decay λ of weights (not of biases and scales), or "{PAPER}" for the network\'s',
         positive=False,
-        parse=number_or(PAPER),
+        parse=number_or_paper,
         word=PAPER,
     )
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -71,6 +71,12 @@ class OptimizerOptions(ABC):
 
 # KFC and KFAC
 
+
+def number_or_averaging(text: str) -> float | str:
+    """Return a number, or the word "averaging"."""
+    return number_or(AVERAGING, text)
+
+
 CLIP = "Limit C of the Fisher norm of an update; 0 for no limit"
 
 
@@ -102,7 +108,7 @@ class CurvatureOptions(OptimizerOptions):
         Approximation.factor_decay,
         "Weight ξ of the old value in the moving averages, at each update of the factors; "
         f'"{AVERAGING}" for exp(-1/τ), as in the paper, with τ that of the averaged parameters',
-        parse=number_or(AVERAGING),
+        parse=number_or_averaging,
         word=AVERAGING,
     )
     estimate_factors: int | None = option(

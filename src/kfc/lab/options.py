@@ -99,17 +99,12 @@ def check_options(values: Any) -> None:
         declared.check(getattr(values, name))
 
 
-def number_or(word: str) -> Callable[[str], float | str]:
-    """Return a parser of a number, or of this word in its place."""
-
-    def parse(text: str) -> float | str:
-        try:
-            return text if text == word else float(text)
-        except ValueError:
-            raise ValueError(f'must be a number or "{word}", got {text!r}') from None
-
-    parse.__name__ = f"number or {word}"
-    return parse
+def number_or(word: str, text: str) -> float | str:
+    """Return the number in a text, or the word if the text is this word."""
+    try:
+        return text if text == word else float(text)
+    except ValueError:
+        raise ValueError(f'must be a number or "{word}", got {text!r}') from None
 
 
 def duration(text: str) -> float:
