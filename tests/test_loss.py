@@ -268,17 +268,22 @@ def test_label_smoothing_with_class_weights_is_approximated():
     assert "as the reduction says" in described
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_two_classes(smoothing):
-    """Targets of two classes are read if they are not smoothed."""
+@pytest.mark.parametrize("factor", [0.1, 1.0, 10.0])
+def test_smoothed_targets_of_two_classes(factor):
     targets = class_targets(2, ())
+    binary = 0.05 + 0.9 * BINARY
 
-    def loss_of(outputs, part):
-        return F.cross_entropy(outputs, targets[part], label_smoothing=smoothing)
+    def two_classes(outputs, part):
+        return factor * F.cross_entropy(outputs, targets[part], label_smoothing=0.1)
 
-    ratio, described = norm_ratio(Linear(2), batch(), loss_of)
-    assert ratio == pytest.approx(1, rel=1e-7)
-    assert ("as the reduction says" if smoothing else "read from the loss") in described
+    def labels(outputs, part):
+        return factor * F.binary_cross_entropy_with_logits(outputs, binary[part])
+
+    for classes, loss_of in ((2, two_classes), (5, labels)):
+        likelihood = "auto" if classes == 2 else "bernoulli"
+        ratio, described = norm_ratio(Linear(classes), batch(), loss_of, likelihood=likelihood)
+        assert ratio == pytest.approx(1, rel=1e-6)
+        assert "read from the loss" in described
 
 
 def test_soft_targets_with_larger_weights_are_noticed():
@@ -559,6 +564,24 @@ MISMATCHES = {
         lambda out: F.smooth_l1_loss(out, 5 * BINARY - 2.5),
         "gaussian",
         "absolute or Huber errors",
+    ),
+    "temperature": (
+        Linear(5),
+        lambda out: F.cross_entropy(out / 0.5, CLASSES),
+        "auto",
+        "softmax of the outputs divided by 0.5",
+    ),
+    "some of the classes": (
+        Linear(7),
+        lambda out: F.cross_entropy(out[:, :5], CLASSES),
+        "categorical",
+        "the loss ignores them; select the classes",
+    ),
+    "margin loss": (
+        Linear(5),
+        lambda out: F.multi_margin_loss(3 * out, CLASSES),
+        "auto",
+        "the loss ignores them; select the classes",
     ),
     "squared error": (
         Linear(5),

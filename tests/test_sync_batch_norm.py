@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 import kfc
-from kfc.statistics import collector
+from kfc.statistics import columns
 from ranks import run_ranks
 from test_distributed import (
     EXACT,
@@ -150,7 +150,7 @@ def products_and_factors_by_ranks(rank, size):
     factors = derivative_factors(model, images, labels)
     with pytest.raises(ValueError, match=r"pass the ranks' group: parallel=kfc.Parallel\(group="):
         derivative_factors(model, images, labels, parallel=kfc.Parallel(group=None))
-    collector.MAX_EXACT_COLUMNS = 35
+    columns.MAX_EXACT_COLUMNS = 35
     with pytest.raises(ValueError, match=r"the 36 columns .* of 3 ranks"):
         derivative_factors(model, images, labels)
     return parts, factors

@@ -42,14 +42,17 @@ class ModelCurvature:
     def layers_without_statistics(self) -> list[str]:
         return [name for name, layer in self.layers.items() if layer.lacks_statistics()]
 
-    def update_(self, batch: BatchStatistics) -> None:
+    def update_(self, batch: BatchStatistics, *, replace: bool = False) -> None:
         """Average the statistics of a batch into the running averages (eqn 33).
 
         The averages take the memory of the batch, which cannot be used again.
+
+        Args:
+            replace: give the old averages no weight.
         """
         for name, moments in batch.moments.items():
             means = tuple(moment.to_mean_() for moment in moments)
-            self.layers[name].average_in_(means, self._decay)
+            self.layers[name].average_in_(means, 0.0 if replace else self._decay)
 
     def replace_(self, batch: BatchStatistics) -> None:
         """Replace all that is known about the layers by the statistics of a batch."""

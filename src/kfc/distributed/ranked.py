@@ -37,6 +37,7 @@ class RankReducer(Reducer):
     def __init__(self, ranks: Ranks, parallel: Parallel) -> None:
         super().__init__()
         self.rank, self.size = ranks.rank, ranks.size
+        self.is_joint = True
         self.among_ranks = f" of {ranks.size} ranks"
         self._ranks = ranks
         self._parallel = parallel

@@ -34,6 +34,9 @@ class Reducer:
 
     rank = 0
     size = 1
+    #: Whether other ranks take part: statistics are sent while the backward pass goes on, and
+    #: buffers may change between passes.
+    is_joint = False
     #: What error messages add to something that all ranks have a part of.
     among_ranks = ""
 

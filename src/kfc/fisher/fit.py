@@ -13,6 +13,8 @@ from kfc.fisher.reading import Reading, tolerance
 TIED = 0.9
 # The part of elements with a target of exactly 0 or 1 that is enough to read their common weight.
 FEWEST_HARD = 0.02
+# The number of readings that are compared: among many some agree by chance.
+SAMPLE = 200
 
 
 class Fit(NamedTuple):
@@ -21,12 +23,17 @@ class Fit(NamedTuple):
     outputs: Tensor
     derivative: Tensor
 
+    @property
+    def tie(self) -> float:
+        """The relative difference of readings that agree up to rounding."""
+        return max(1e-5, 4 * torch.finfo(self.derivative.dtype).eps)
+
     def choose(self) -> tuple[Likelihood, str, str]:
         """Return the likelihood that fits, why, and what to do if none fits with certainty."""
         for axis in self._axes():
             if self._sums_to_zero(axis):
                 why = f"the derivative of the loss sums to zero over dimension {axis}"
-                return Categorical(axis=axis), why, ""
+                return Categorical(axis=axis), why, self._other_softmax(axis)
             if self._are_log_probabilities(axis):
                 why = f"the outputs are log-probabilities over dimension {axis}"
                 return Categorical(axis=axis), why, ""
@@ -48,9 +55,9 @@ class Fit(NamedTuple):
         other = [axis for axis in self._axes() if self._sums_to_zero(axis)]
         if isinstance(likelihood, Categorical):
             axis = likelihood.axis
-            if self._sums_to_zero(axis) or self._are_log_probabilities(axis):
-                return ""
-            if self._may_sum_to_zero(axis):
+            if self._sums_to_zero(axis):
+                return self._other_softmax(axis)
+            if self._are_log_probabilities(axis) or self._may_sum_to_zero(axis):
                 return ""
             if other:
                 return (
@@ -69,11 +76,49 @@ class Fit(NamedTuple):
             )
         if isinstance(likelihood, Bernoulli):
             return self.probabilities()
-        if isinstance(likelihood, Gaussian) and self._has_constant_size():
+        constant = isinstance(likelihood, Gaussian) and self._has_constant_size()
+        if constant and self._outputs_vary():
             return (
                 "many elements of its derivative have the same size, as with absolute or Huber "
                 "errors, whose curvature is not that of squared errors; use mse_loss, or pass a "
                 "kfc.Likelihood of your own"
+            )
+        return ""
+
+    def _other_softmax(self, axis: int) -> str:
+        """Return advice if the loss takes the softmax of something else than the outputs.
+
+        Classes without a derivative, beside others that have one, are not part of the softmax. If
+        it is that of outputs / T, derivatives of all classes but the target are c exp(z/T) / Z: on
+        a logarithmic scale, a line in z with slope 1/T.
+        """
+        z = at_least_float32(self.outputs).movedim(axis, -1).flatten(0, -2)
+        g = self.derivative.to(z.dtype).movedim(axis, -1).flatten(0, -2)
+        p = z.softmax(-1)
+        used = (g != 0).any(-1)
+        # A class that is predicted with certainty may have none because of rounding.
+        if bool(((g == 0) & (p > 1e-3) & (p < 0.99)).any(-1)[used].any()):
+            return (
+                "some classes have no derivative although the model predicts them, so that the "
+                "loss ignores them; select the classes of the loss with output="
+            )
+        single = used & ((g < 0).sum(-1) == 1) & ((g > 0).sum(-1) > 2)
+        positive = (g > 0) & (p > 1e-4) & single.unsqueeze(-1)
+        count = positive.sum(-1, keepdim=True).clamp_min(1)
+        x, y = (
+            torch.where(positive, v - torch.where(positive, v, 0).sum(-1, keepdim=True) / count, 0)
+            for v in (z, torch.where(positive, g, 1).log())
+        )
+        spread, slope = x.square().sum(), (x * y).sum() / x.square().sum()
+        is_line = (y - slope * x).square().sum() <= 1e-4 * y.square().sum()
+        if (
+            bool(single.any())
+            and bool(spread > 1e-3)
+            and bool(is_line & ((slope - 1).abs() > 0.02))
+        ):
+            return (
+                f"it computes the softmax of the outputs divided by {1 / float(slope):.3g}; divide "
+                "in the model instead, or pass a kfc.Likelihood of your own"
             )
         return ""
 
@@ -85,7 +130,9 @@ class Fit(NamedTuple):
         over_classes = any(bool(((z.sum(axis) - 1).abs() <= 1e-3).all()) for axis in self._axes())
         g = self.derivative.to(z)
         readings = torch.where(g < 0, -g * z, g * (1 - z)).flatten()
-        if over_classes or (_tied_part(readings[readings > 0]) >= TIED and z.std() > 1e-3):
+        if over_classes or (
+            _tied_part(readings[readings > 0], self.tie) >= TIED and z.std() > 1e-3
+        ):
             return (
                 "the model's outputs are probabilities; return logits from the model and use "
                 "cross_entropy or binary_cross_entropy_with_logits, or select the logits with "
@@ -97,7 +144,7 @@ class Fit(NamedTuple):
         """Return whether another batch would lead to the same choice."""
         if isinstance(likelihood, Categorical):
             return not self._may_sum_to_zero(likelihood.axis)
-        return not isinstance(likelihood, Bernoulli) or self._outputs_vary()
+        return not isinstance(likelihood, (Bernoulli, Gaussian)) or self._outputs_vary()
 
     def has_two_classes(self, likelihood: Likelihood) -> bool:
         if isinstance(likelihood, Categorical):
@@ -110,7 +157,7 @@ class Fit(NamedTuple):
         size = self.derivative.abs().to(weights)
         if size.shape != weights.shape:  # two classes: both derivatives have the same size
             size = size.amax(_class_axis(size, weights), keepdim=True)
-        used = (weights > 0) & (size > 1e-3 * weights)
+        used = (weights > 0) & (size > 0.1 * weights)
         return weights[used] if bool(used.any()) else weights[weights > 0]
 
     def _axes(self) -> list[int]:
@@ -157,7 +204,7 @@ class Fit(NamedTuple):
 
     def _is_bernoulli(self) -> bool:
         readings = self.precise(Bernoulli().read(self.outputs, self.derivative))
-        return _tied_part(readings) >= TIED
+        return _tied_part(readings, self.tie) >= TIED
 
     def _outputs_vary(self) -> bool:
         z = at_least_float32(self.outputs)
@@ -174,31 +221,38 @@ def _class_axis(wide: Tensor, narrow: Tensor) -> int:
     return next(i for i in range(wide.dim()) if wide.shape[i] != narrow.shape[i])
 
 
-def _tied_part(readings: Tensor) -> float:
-    """Return the part of the readings that agree with another one."""
+def _tied_part(readings: Tensor, tie: float) -> float:
+    """Return the part of a sample of the readings that agree with another one up to rounding.
+
+    Args:
+        tie: the relative difference of readings that agree.
+    """
+    readings = readings.flatten()
+    readings = readings[:: max(1, readings.numel() // SAMPLE)].double()
     if readings.numel() < 2:
         return 0.0
-    ordered = readings.flatten().double().sort().values
-    close = ordered[1:] <= (1 + 1e-3) * ordered[:-1]
+    ordered = readings.sort().values
+    close = ordered[1:] <= (1 + tie) * ordered[:-1]
     tied = torch.zeros(len(ordered), dtype=torch.bool, device=ordered.device)
     tied[1:] |= close
     tied[:-1] |= close
     return float(tied.double().mean())
 
 
-def hardness(readings: Tensor, assumed: float) -> tuple[bool, float | None]:
-    """Return whether all targets are 0 or 1, and otherwise their common weight if it is certain.
+def two_class_mode(readings: Tensor, assumed: float, tie: float) -> str:
+    """Return how to find weights if targets have two values; see :class:`kfc.fisher.loss.Loss`.
 
     Readings of targets between 0 and 1 are below the weight and differ from each other.
 
     Args:
         readings: c if targets are 0 or 1, otherwise a lower bound.
         assumed: the weight that the reduction says.
+        tie: the relative difference of readings that agree.
     """
-    if readings.numel() == 1 or _tied_part(readings) >= TIED:
-        return True, None
-    largest = float(readings.amax())
-    at_top = readings >= (1 - 1e-3) * largest
+    if readings.numel() == 1 or _tied_part(readings, tie) >= TIED:
+        return "elements"
+    largest = readings.amax()
+    at_top = readings >= (1 - tie) * largest
     if int(at_top.sum()) >= max(2, FEWEST_HARD * readings.numel()):
-        return False, largest
-    return largest > (1 + 1e-3) * assumed, None
+        return "largest"
+    return "elements" if float(largest) > (1 + 1e-3) * assumed else "assumed"

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfc._helpers import require_keys
-from kfc.fisher.fit import Fit, hardness
+from kfc._helpers import require_choice, require_keys
+from kfc.fisher.fit import Fit, two_class_mode
 from kfc.fisher.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Weights
 from kfc.fisher.reading import Reading, smoothed_weight
 
 # The loss is examined in the first backward pass, and again after this many steps.
 EXAMINATION_PERIOD = 1000
+MODES = ("silent", "terms", "elements", "largest", "assumed")
 
 
 class LossMismatchError(ValueError):
@@ -25,6 +26,8 @@ class LossMismatchError(ValueError):
 class Loss:
     """The loss of one output of the model, as its backward passes show it.
 
+    Weights of terms contain the loss scale, if the loss was multiplied by one.
+
     Args:
         likelihood: what the outputs parametrise; ``None``: chosen from the first backward pass.
         strict: raise an error if the loss does not fit the likelihood; otherwise warn once.
@@ -32,35 +35,44 @@ class Loss:
 
     Attributes:
         likelihood: the likelihood; ``None`` until it is chosen.
-        is_read: whether weights are read from the derivative; otherwise they follow the reduction.
         reason: why this likelihood was chosen.
+        mode: how weights are found. ``"silent"``: no derivative has told anything yet. ``"terms"``:
+            they are certain, at least for some terms. ``"elements"``: every reading counts, because
+            targets are 0 or 1. ``"largest"``: all are the largest reading. ``"assumed"``: as the
+            reduction says.
     """
 
     def __init__(self, likelihood: Likelihood | None, *, strict: bool, name: str = "") -> None:
         self.likelihood = likelihood
-        self.is_read = False
         self.reason = "" if likelihood is None else "given"
+        self.mode = "silent"
+        self._is_automatic = likelihood is None
         self._strict = strict
         self._name = name
         self._examined_at: int | None = None
         self._warned = False
-        # Weights of one value (0 or 1) as targets, so that every reading counts.
-        self._is_hard = False
-        # The likelihood was chosen, but another batch may lead to another choice.
-        self._is_provisional = False
-        # All derivatives so far were zero, or not finite.
-        self._is_silent = True
-        # The weight of terms that cannot be read.
-        self._typical: Tensor | None = None
-        # If weights are not read: their ratio to those of the reduction.
-        self._scale = self._least_scale = 1.0
-        self._scale_is_settled = True
+        # The weight of terms that cannot be read, relative to that of the reduction.
+        self._typical: Tensor | float = 1.0
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the likelihood can read weights; if it is not chosen yet, it may."""
+        return self.likelihood is None or type(self.likelihood).read is not Likelihood.read
+
+    @property
+    def is_read(self) -> bool:
+        """Whether weights are read from the loss."""
+        return self.mode in ("terms", "elements", "largest")
 
     # Examination
 
     def needs_examination(self, step: int) -> bool:
-        last = self._examined_at
-        return last is None or step - last >= EXAMINATION_PERIOD
+        if self._examined_at is None:
+            return True
+        # Whether targets are 0 or 1, or mixtures, may change from batch to batch.
+        is_clear = self.mode == "terms" or not self.is_readable
+        period = EXAMINATION_PERIOD if is_clear else EXAMINATION_PERIOD // 10
+        return step - self._examined_at >= max(1, period)
 
     def examine(self, outputs: Tensor, derivative: Tensor, step: int) -> None:
         """Choose the likelihood, check that it fits, and decide how weights are read.
@@ -69,16 +81,10 @@ class Loss:
         """
         size = float(derivative.abs().amax()) if derivative.numel() else 0.0
         if not 0 < size < float("inf"):
-            if self.likelihood is None:
-                # The step is skipped, or its curvature is zero: any likelihood will do.
-                self.likelihood, self._is_provisional = _by_shape(outputs), True
-                self.reason = "assumed from the shape of the outputs"
             return
-        self._is_silent = False
         fit = Fit(outputs, derivative)
-        if self.likelihood is None or self._is_provisional:
+        if self.likelihood is None or (self._is_automatic and self._examined_at is None):
             self.likelihood, self.reason, advice = fit.choose()
-            self._is_provisional = not fit.is_decisive(self.likelihood)
             what = "the likelihood cannot be told from the loss"
         else:
             advice = fit.mismatch(self.likelihood)
@@ -87,47 +93,36 @@ class Loss:
         if advice:
             self._report(f"{what}: {advice}")
         self._decide(fit)
-        if not self._is_provisional:
+        if fit.is_decisive(self.likelihood):
             self._examined_at = step
 
     def assume(self, outputs: Tensor) -> None:
         """Choose the likelihood from the outputs alone, because the derivative cannot be told."""
-        self._is_silent = False
         if self.likelihood is None:
             self.likelihood = _by_shape(outputs)
             self.reason = "assumed from the shape of the outputs"
-            self._report(
-                f"the derivative of the loss in the model's output cannot be told, so that "
-                f"{self.likelihood} is assumed; pass likelihood=, and let output= only select or "
-                "reshape"
-            )
+        self._report(
+            f"the derivative of the loss in the output cannot be told, so that {self.likelihood} "
+            "with its reduction is assumed; let output= only select or reshape all that the loss "
+            "is computed from"
+        )
 
     def _decide(self, fit: Fit) -> None:
         assert self.likelihood is not None
-        outputs, derivative = fit.outputs, fit.derivative
-        reading = self.likelihood.read(outputs, derivative)
-        self.is_read = self._is_hard = False
-        self._scale, self._scale_is_settled = 1.0, True
+        reading = self.likelihood.read(fit.outputs, fit.derivative)
         if reading is None:
+            self.mode = "assumed"
             return
-        typical, count = reading.typical()
-        if not count:
-            typical, count = _smoothed(self.likelihood, outputs, derivative)
-        if count:
-            self.is_read, self._typical = True, typical
-            return
-        # Targets of two values, or mixtures of classes.
-        assumed = self.likelihood.term_weight(outputs)
-        uniform = None
-        if fit.has_two_classes(self.likelihood):
-            self._is_hard, uniform = hardness(fit.precise(reading), assumed)
-        if self._is_hard:
-            self.is_read = True
-            return
-        least = float(reading.weights.amax())
-        self._least_scale = 1.0 if uniform is None else 0.0
-        self._scale = max(self._least_scale, (uniform or least) / assumed)
-        self._scale_is_settled = self._scale == 1
+        _, count = reading.typical()
+        if count or self._smoothed(fit.outputs, fit.derivative)[1]:
+            self.mode = "terms"
+        elif self.mode == "terms":
+            pass  # a batch of mixtures does not undo what others have told
+        elif fit.has_two_classes(self.likelihood):
+            assumed = self.likelihood.term_weight(fit.outputs)
+            self.mode = two_class_mode(fit.precise(reading), assumed, fit.tie)
+        else:
+            self.mode = "assumed"
 
     def _report(self, message: str) -> None:
         if self._name:
@@ -140,36 +135,49 @@ class Loss:
 
     # Weights
 
-    def weights(self, outputs: Tensor, derivative: Tensor) -> Weights:
-        """Return the weights of the terms of one backward pass; does not wait for the device."""
+    def weights(
+        self, outputs: Tensor, derivative: Tensor | None, assumed: Tensor | float
+    ) -> Weights:
+        """Return the weights of the terms of one backward pass; does not wait for the device.
+
+        Args:
+            derivative: the derivative of the loss; ``None`` if it cannot be told.
+            assumed: the weight of a term, as the reduction and the loss scale say.
+        """
         assert self.likelihood is not None
-        reading = self.likelihood.read(outputs, derivative)
-        if reading is None or not (self.is_read or self._is_silent):
-            return self._scale * self.likelihood.term_weight(outputs)
-        if self._is_hard or self._is_silent:
+        reading = None if derivative is None else self.likelihood.read(outputs, derivative)
+        if reading is None or derivative is None:
+            return assumed
+        if self.mode in ("silent", "elements"):
             return reading.weights
-        assert self._typical is not None
-        self._typical = self._next_typical(reading, outputs, derivative)
-        return reading.filled(self._typical)
+        largest = reading.weights.amax()
+        if self.mode == "largest":
+            return largest
+        self._typical = self._next_typical(reading, outputs, derivative, assumed)
+        typical = self._typical * torch.as_tensor(assumed).to(largest)
+        if self.mode == "assumed":
+            # No target allows a weight below the largest reading.
+            typical = torch.maximum(largest, typical)
+        return reading.filled(typical)
 
-    def _next_typical(self, reading: Reading, outputs: Tensor, derivative: Tensor) -> Tensor:
-        assert self._typical is not None
-        before = self._typical.to(reading.weights)
-        smoothed, certain = _smoothed(self.likelihood, outputs, derivative)
-        before = torch.where(certain, smoothed.to(before), before)
+    def _next_typical(
+        self, reading: Reading, outputs: Tensor, derivative: Tensor, assumed: Tensor | float
+    ) -> Tensor:
+        before = torch.as_tensor(self._typical).to(reading.weights)
+        smoothed, certain = self._smoothed(outputs, derivative)
+        assumed = torch.as_tensor(assumed).to(before)
+        before = torch.where(certain, smoothed.to(before) / assumed, before)
         mean, count = reading.typical()
-        return torch.where(count > 0, mean, before)
+        return torch.where(count > 0, mean / assumed, before)
 
-    def settle(self, loss_scale: float | Tensor) -> float | Tensor:
-        """Return the factor of weights that removes the loss scale, once that is known."""
-        if self.is_read:
-            return 1 / loss_scale
-        if self._scale_is_settled:
-            return 1.0
-        before = self._scale
-        self._scale = max(self._least_scale, before / float(loss_scale))
-        self._scale_is_settled = True
-        return self._scale / before
+    def _smoothed(self, outputs: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(self.likelihood, Categorical):
+            return smoothed_weight(outputs, derivative, self.likelihood.axis)
+        if isinstance(self.likelihood, Bernoulli):  # two classes with logits 0 and z
+            logits = torch.stack([torch.zeros_like(outputs), outputs])
+            return smoothed_weight(logits, torch.stack([-derivative, derivative]), 0)
+        nothing = torch.zeros((), device=outputs.device)
+        return nothing, nothing.bool()
 
     def describe(self) -> str:
         """Return the likelihood, why it was chosen, and where the weights of terms come from."""
@@ -183,54 +191,39 @@ class Loss:
 
     def state_dict(self) -> dict[str, Any]:
         likelihood = self.likelihood
-        chosen = None if likelihood is None else type(likelihood).__name__
         return {
-            "likelihood": chosen,
+            "likelihood": None if likelihood is None else type(likelihood).__name__,
             "axis": likelihood.axis if isinstance(likelihood, Categorical) else 1,
             "reason": self.reason,
-            "is_read": self.is_read,
-            "is_hard": self._is_hard,
+            "mode": self.mode,
             "examined_at": self._examined_at,
-            "is_provisional": self._is_provisional,
-            "typical": None if self._typical is None else float(self._typical),
-            "scale": self._scale,
+            "typical": float(self._typical),
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless the state belongs to the same likelihood."""
         require_keys("state of the loss", state, self.state_dict())
-        is_open = self.likelihood is None or self._is_provisional
-        own = None if is_open else type(self.likelihood).__name__
-        if own is not None and state["likelihood"] not in (None, own):
-            raise ValueError(
-                f"the state dict was saved with the likelihood {state['likelihood']}, but this "
-                f"optimizer has {own}"
-            )
+        require_choice("the state's mode of the loss", state["mode"], MODES)
+        own = self.state_dict()
+        for name in ("likelihood", "axis"):
+            differs = own["likelihood"] is not None and state[name] != own[name]
+            if differs and state["likelihood"] is not None and not self._is_automatic:
+                raise ValueError(
+                    f"the state dict was saved with the {name} {state[name]!r} of the loss, but "
+                    f"this optimizer has {own[name]!r}"
+                )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._is_provisional:
-            self.likelihood = None
-        if self.likelihood is None and state["likelihood"] is not None:
-            chosen = {"Categorical": Categorical(axis=state["axis"]), "Bernoulli": Bernoulli()}
-            self.likelihood = chosen.get(state["likelihood"], Gaussian())
-        self.reason = state["reason"]
-        self.is_read, self._is_hard = state["is_read"], state["is_hard"]
-        self._examined_at = state["examined_at"]
-        self._is_provisional = state["is_provisional"]
-        typical = state["typical"]
-        self._typical = None if typical is None else torch.tensor(typical, dtype=torch.float64)
-        self._scale, self._scale_is_settled = state["scale"], True
-        self._is_silent = state["examined_at"] is None
+        if self._is_automatic:
+            chosen = {
+                "Categorical": Categorical(axis=state["axis"]),
+                "Bernoulli": Bernoulli(),
+                "Gaussian": Gaussian(),
+            }
+            self.likelihood = chosen.get(state["likelihood"] or "")
+        self.reason, self.mode = state["reason"], state["mode"]
+        self._examined_at, self._typical = state["examined_at"], state["typical"]
 
 
 def _by_shape(outputs: Tensor) -> Likelihood:
     return Categorical() if outputs.dim() > 1 and outputs.shape[1] > 1 else Gaussian()
-
-
-def _smoothed(
-    likelihood: Likelihood | None, outputs: Tensor, derivative: Tensor
-) -> tuple[Tensor, Tensor]:
-    if not isinstance(likelihood, Categorical) or outputs.shape[likelihood.axis] < 4:
-        nothing = torch.zeros((), device=outputs.device)
-        return nothing, nothing.bool()
-    return smoothed_weight(outputs, derivative, likelihood.axis)

@@ -53,48 +53,50 @@ class Losses:
         return {name: likelihood for name, likelihood in found.items() if likelihood is not None}
 
     @property
-    def is_read(self) -> bool:
-        """Whether weights are read from the derivatives, for any of the outputs."""
-        return any(loss.is_read for loss in self.by_name.values())
-
-    @property
     def is_summed(self) -> bool:
-        """Whether the weights of terms do not depend on the number of examples in the step."""
-        return self.is_read or self.reduction_is_sum
+        """Whether the weights of terms do not depend on the number of examples in the step.
 
-    @property
-    def reduction_is_sum(self) -> bool:
-        return any(each.reduction == "sum" for each in self.likelihoods.values())
+        So it is if they may be read from the loss. Ranks agree, because it does not depend on data.
+        """
+        readable = any(loss.is_readable for loss in self.by_name.values())
+        return readable or any(each.reduction == "sum" for each in self.likelihoods.values())
 
     def growth(self, part: float, whole: float) -> float:
         """Return the ratio of the loss's curvature on ``whole`` examples to that on ``part``."""
         return whole / part if self.is_summed else 1.0
 
-    def weights(self, name: str, outputs: Tensor, derivative: Tensor) -> Weights:
+    def weights(
+        self,
+        name: str,
+        outputs: Tensor,
+        derivative: Tensor | None,
+        examples: int,
+        loss_scale: Tensor | float,
+    ) -> Weights:
         """Return the weights of the terms of an output in one backward pass.
 
         If weights of this output cannot be read but those of another can, they have the same ratio
-        to those of the reduction: micro-batches and loss scales affect all of them.
+        to those of the reduction, because factors of the whole loss affect all of them.
+
+        Args:
+            derivative: the derivative of the loss in the output; ``None`` if it cannot be told.
+            examples: the number of examples in the step.
+            loss_scale: the loss scale that weights contain.
         """
         loss = self.by_name[name]
         assert loss.likelihood is not None
-        weights = loss.weights(outputs, derivative)
-        if not loss.is_read:
-            return weights * self._ratio if self.is_read else weights
-        if len(self.by_name) > 1 and isinstance(weights, Tensor):
+        if not self.is_summed:
+            return loss.likelihood.term_weight(outputs)
+        assumed = loss.likelihood.term_weight(outputs, examples) * loss_scale
+        if not loss.is_readable:
+            return assumed * self._ratio
+        weights = loss.weights(outputs, derivative, assumed)
+        if len(self.by_name) > 1 and loss.is_read and isinstance(weights, Tensor):
             terms = len(outputs) * loss.likelihood.terms_per_example(outputs)
-            self._ratio = weights.sum() / (loss.likelihood.term_weight(outputs) * terms)
+            total = weights.sum() if weights.dim() else weights * terms
+            # The reduction of a part of the step's examples gives that part of the weight.
+            self._ratio = total / (assumed * terms)
         return weights
-
-    def settle(self, loss_scale: float | Tensor) -> float | Tensor:
-        """Return the factor of the curvature that removes the loss scale, once that is known.
-
-        This does not wait for the device, unless the scale of a loss is not settled yet.
-        """
-        if self.is_read:
-            return 1 / loss_scale
-        factors = [loss.settle(loss_scale) for loss in self.by_name.values()]
-        return max(factors)
 
     def describe(self) -> str:
         """Return one line per output: its likelihood, why, and where its weights come from."""

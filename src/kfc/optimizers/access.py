@@ -157,6 +157,7 @@ class CurvatureAccess:
                     leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
                     trained = [leaf for leaf in leaves if leaf.requires_grad]
                     torch.autograd.grad(loss(result, batch), trained, allow_unused=True)
+                    self.engine.collector.end_estimate()
             if not self.engine.collector.is_finite():
                 bad = done - 1
                 break

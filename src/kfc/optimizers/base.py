@@ -146,6 +146,11 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         self._scaler = weakref.ref(scaler)
         return float(scaler.get_scale())
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset all gradients, and forget the statistics of the backward passes they came from."""
+        super().zero_grad(set_to_none)
+        self.engine.collector.drop_backward()
+
     # Averaged parameters
 
     @contextmanager

@@ -90,6 +90,7 @@ class Engine:
         self.in_doubt: Tensor | None = None
         self._quietly: Tensor | None = None
         self._skipped_in_a_row = 0
+        self._replaces_guess = False
         # Since the start, or since a state was loaded.
         self._is_first = True
         self._before: tuple[Any, Any] | None = None
@@ -152,6 +153,8 @@ class Engine:
 
     def _require_statistics(self, gradients: Mapping[str, Tensor], batch: BatchStatistics) -> None:
         covered = any(name in self.plan.layer_of for name in gradients)
+        if self.collector.observations and not self.collector.losses.likelihoods:
+            return  # all derivatives are zero, or not finite: there is no likelihood to choose
         if batch.moments or not self.curvature.is_empty() or (gradients and not covered):
             return
         raise RuntimeError(
@@ -192,7 +195,13 @@ class Engine:
         if may_skip:
             self._before = self.curvature.snapshot(), self.refresher.snapshot()
         with self.schedule.timed("averages"), self.full_precision():
-            self.curvature.update_(batch)
+            self.curvature.update_(batch, replace=self._replaces_guess)
+        if self.steps == 0:
+            # The next statistics replace those of the first step, if their scale was a guess.
+            guesses = self.reducer.gather([float(self.collector.is_guess)])
+            self._replaces_guess = any(guess for (guess,) in guesses)
+        elif batch.examples:
+            self._replaces_guess = False
 
     def refresh_inverses(self, damping: Callable[[str], Damping], *, at_once: bool = False) -> None:
         """Refresh the inverses that are due (T_f).

@@ -29,6 +29,7 @@ def fisher_products(
     # Batch normalisation has no statistics of a single example.
     fewest = 2 if mixes_examples(engine.model) else 1
     parts = _first_part(observations, math.ceil(examples * fraction), fewest)
+    parts = parts if losses.likelihoods else []  # all derivatives of the loss were zero
     products = [_products_of_part(engine, part, vectors) for part in parts]
     covered = sum(count for _, count in products)
     total = torch.zeros(len(vectors), len(vectors)).double()
@@ -75,11 +76,11 @@ def _products_of_part(
     weights = collector.weights(part.observation)
 
     def weights_of(name: str, outputs: Tensor) -> Weights:
-        own = weights[name]
-        if losses.is_read:
-            return own[: len(outputs)] if isinstance(own, Tensor) and own.dim() else own
+        own = weights.get(name, 0.0)  # an output that the loss did not use
+        if isinstance(own, Tensor) and own.dim():
+            own = own[: len(outputs)]
         # On the scale of the examples that are left.
-        return own * part.examples / len(outputs) if not losses.is_summed else own
+        return own if losses.is_summed else own * part.examples / len(outputs)
 
     try:
         return products_of_call(

@@ -80,7 +80,8 @@ class Preconditioner(CurvatureAccess):
 
         Args:
             loss_scale: the scale of the loss in the backward pass, if the gradients were unscaled
-                afterwards (``GradScaler.unscale_``). Only ``fisher="empirical"`` depends on it.
+                afterwards (``GradScaler.unscale_``). Weights that are read from the
+                loss contain it.
 
         Returns:
             False if the batch produced values that are not finite. The gradients are then removed,

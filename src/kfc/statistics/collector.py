@@ -24,16 +24,16 @@ from kfc.layers.synchronised import mixes_ranks
 from kfc.schedule import now
 from kfc.statistics.backward import RecordedPass
 from kfc.statistics.buffers import BufferGuard
+from kfc.statistics.columns import exact_columns
 from kfc.statistics.generator import OwnGenerator
-from kfc.statistics.observation import Arrival, Observation
+from kfc.statistics.observation import Arrival, Observation, count_examples, share_of_dropped
 from kfc.statistics.outputs import on_derivative
 
 Moments = dict[str, tuple[Moment, ...]]
 Gathered = tuple[Moments, float]
-# The exact Fisher matrix takes one backward pass per column.
-MAX_EXACT_COLUMNS = 1024
-# Passes that wait for their backward; the statistics of older ones are given up.
-MAX_WAITING = 16
+# The number of passes that wait for their backward pass with their graph, and without it; older
+# ones are given up.
+MAX_WAITING, MAX_UNUSED = 4, 1024
 
 
 class Collector:
@@ -50,6 +50,8 @@ class Collector:
         buffers: the model's buffers before the first forward pass since the last step.
         records_random_state: whether passes will be run again from their initial random state.
         started: when the first forward pass since the last step began.
+        is_guess: whether weights that cannot be read were assumed before the first step was over,
+            whose number of examples and loss scale they depend on.
         spent: the seconds of gathering statistics since the last step.
         spent_in_forward: the seconds of it in forward passes, since the start.
     """
@@ -68,6 +70,8 @@ class Collector:
         self.buffers = BufferGuard(model)
         self._observations: list[Observation] = []
         self._loss_scale: float | Tensor = 1.0
+        self._expected_examples: int | None = None
+        self.is_guess = False
         self._is_gathering = False
         self.records_random_state = False
         self.started: float | None = None
@@ -101,6 +105,14 @@ class Collector:
         self._observations.clear()
         self.buffers.forget()
         self.spent, self.started = 0.0, None
+
+    def drop_backward(self) -> None:
+        """Forget passes whose backward pass has come, because its gradients were dropped."""
+        if any(each.derivatives for each in self._observations):
+            waiting = [each for each in self._observations if not each.derivatives]
+            self._reducer.drop()
+            self._batch = BatchStatistics()
+            self._observations[:] = waiting
 
     @contextmanager
     def estimation(self, *, has_loss: bool) -> Iterator[None]:
@@ -138,7 +150,7 @@ class Collector:
             self._reducer.begin_step(self._step)
         if not self._estimating:
             # DistributedDataParallel changes buffers between passes; checkpointing, in backward.
-            is_unused = self._reducer.size == 1 and not self.observations
+            is_unused = not (self._reducer.is_joint or self.observations)
             self.buffers.before_pass(may_wait=self._due, is_unused=is_unused)
         wanted = self._wanted()
         if not wanted:
@@ -164,10 +176,10 @@ class Collector:
             recorded = None
         observation = Observation(call, outputs, recorded)
         self._observations.append(observation)
+        self._limit_waiting()
         if recorded is not None:
             recorded.end_forward(observation.examples, outputs.values())
             self._reducer.check_model(self.model)
-            self._limit_waiting()
         if not self._has_loss:
             for name in observation.edges:
                 self._add_derivative(observation, name, None)
@@ -181,9 +193,13 @@ class Collector:
             self._reducer.watch(selected)
 
     def _limit_waiting(self) -> None:
+        """Give up passes that no backward pass has followed for long, as in an evaluation."""
+        unused = [each for each in self._observations if not each.derivatives]
+        for observation in unused[:-MAX_UNUSED]:
+            self._observations.remove(observation)
         waiting = [o for o in self._observations if o.recorded and not o.derivatives]
         for observation in waiting[:-MAX_WAITING]:
-            observation.forget_graph()
+            observation.drop_graph()
 
     # Backward passes
 
@@ -207,7 +223,7 @@ class Collector:
         if self._fisher != "empirical" and len(observation.derivatives) == len(observation.edges):
             # If another backward pass may follow, finish() adds what they gather.
             gathered = None if keeps_graph() else self._end_gathering(observation)
-        if self._reducer.size > 1:
+        if self._reducer.is_joint:
             # At once: the exchange takes place during the rest of the backward pass.
             self._complete(observation, gathered)
         else:
@@ -225,18 +241,25 @@ class Collector:
         self, observation: Observation, name: str, derivative: Tensor | None
     ) -> None:
         outputs, loss = observation.outputs[name], self.losses.by_name[name]
-        if derivative is None:
+        if derivative is None and self._has_loss:
             loss.assume(outputs)
-        elif loss.needs_examination(self._step):
+        if derivative is not None and loss.needs_examination(self._step):
             loss.examine(outputs, derivative, self._step)
         likelihood, recorded = loss.likelihood, observation.recorded
-        observation.add_derivative(name, outputs if derivative is None else derivative)
+        is_first = name not in observation.derivatives
+        observation.add_derivative(name, derivative)
         if recorded is None or likelihood is None or self._fisher == "empirical":
             return
-        if derivative is None:
-            weights: Weights = likelihood.term_weight(outputs)
-        else:
-            weights = self.losses.weights(name, outputs, derivative)
+        if not (is_first or loss.is_read):
+            return  # as in _weights_by_pass
+        examples, scale = observation.examples, self._loss_scale
+        if self._estimating:
+            scale = 1.0
+        elif self._expected_examples is not None:
+            examples = self._expected_examples
+        elif not loss.is_read:
+            self.is_guess = True
+        weights = self.losses.weights(name, outputs, derivative, examples, scale)
         start = now(self._clock_device)
         with torch.no_grad(), without_autocast(outputs.device), self._gathering():
             # On the scale of one example until the total is known. Before the backward pass, which
@@ -245,10 +268,20 @@ class Collector:
             # A layer may also run on rows that do not belong to one example each.
             mixes_rows = any(c.shape[0] % observation.examples for _, c in recorded.calls)
             together = not (mixes_examples(self.model) or mixes_rows)
-            for column in self._output_derivatives(likelihood, outputs, weights, together):
+            for column in self._draws(likelihood, outputs, weights, together):
                 edge, shape = observation.edges[name]
                 recorded.backward(edge, outputs.dtype, (scale * column).reshape(shape))
         self.spent += now(self._clock_device) - start
+
+    def _draws(
+        self, likelihood: Likelihood, outputs: Tensor, weights: Weights, together: bool
+    ) -> Iterator[Tensor]:
+        if self._fisher == "sampled":
+            generator = self._reducer.generator(self.generator, outputs.device)
+            yield likelihood.sample_derivative(outputs, generator, weights)
+            return
+        joint = mixes_ranks(self.model)
+        yield from exact_columns(likelihood, outputs, weights, together, joint, self._reducer)
 
     def _end_gathering(self, observation: Observation) -> Gathered:
         """Return the statistics of a pass and the factor of squared derivatives."""
@@ -274,6 +307,11 @@ class Collector:
         if self._estimating:
             self._observations.remove(observation)
 
+    def end_estimate(self) -> None:
+        """End a pass of an estimate, also if the loss does not use all outputs."""
+        for observation in list(self._observations):
+            self._add_moments(observation, *self._end_gathering(observation))
+
     def _send(self) -> None:
         start = now(self._clock_device)
         self._reducer.send_(self._batch, self._wanted())
@@ -288,36 +326,6 @@ class Collector:
         finally:
             self._is_gathering = False
 
-    def _output_derivatives(
-        self, likelihood: Likelihood, outputs: Tensor, weights: Weights, together: bool
-    ) -> Iterator[Tensor]:
-        """Yield the draws, or the exact columns, of the derivative in the outputs.
-
-        Args:
-            together: whether one column can serve all examples, because no layer mixes them.
-        """
-        if self._fisher == "sampled":
-            generator = self._reducer.generator(self.generator, outputs.device)
-            yield likelihood.sample_derivative(outputs, generator, weights)
-            return
-        own = likelihood.columns_per_example(outputs) * (1 if together else len(outputs))
-        joint = mixes_ranks(self.model)
-        turns = self._reducer.turns(own, joint=joint)
-        columns = sum(count for _, count in turns)
-        if columns > MAX_EXACT_COLUMNS:
-            where = "" if together else " behind batch normalisation or rows that examples share"
-            where += self._reducer.among_ranks if joint else ""
-            raise ValueError(
-                f'fisher="exact" takes one backward pass for each of the {columns} columns of an '
-                f"output of shape {tuple(outputs.shape)}{where}, more than {MAX_EXACT_COLUMNS}; "
-                'use fisher="sampled"'
-            )
-        for is_own, count in turns:
-            if is_own:
-                yield from _exact_columns(likelihood, outputs, weights, together)
-            else:
-                yield from (torch.zeros_like(outputs) for _ in range(count))
-
     # The step
 
     @property
@@ -330,11 +338,22 @@ class Collector:
 
         Those of several backward passes are added.
         """
-        scale = self._loss_scale if self.losses.is_read else 1.0
+        scale = self._loss_scale if self.losses.is_summed else 1.0
         return {
-            name: sum(self.losses.weights(name, observation.outputs[name], d) for d in each) / scale
-            for name, each in observation.derivatives.items()
+            name: sum(self._weights_by_pass(observation, name)) / scale
+            for name in observation.derivatives
         }
+
+    def _weights_by_pass(self, observation: Observation, name: str) -> list[Weights]:
+        """Return the weights of an output, with the loss scale, for each backward pass."""
+        derivatives = observation.derivatives[name]
+        if not self.losses.by_name[name].is_read:
+            derivatives = derivatives[:1]  # they have one curvature, as far as can be told
+        outputs, examples = observation.outputs[name], count_examples(self.observations)
+        return [
+            self.losses.weights(name, outputs, derivative, examples, self._loss_scale)
+            for derivative in derivatives
+        ]
 
     def finish(self, loss_scale: float | Tensor = 1.0) -> BatchStatistics:
         """Return the statistics of the step, on the scale of the loss on the whole batch.
@@ -345,6 +364,7 @@ class Collector:
             loss_scale: the factor of the user's loss that its gradients do not have any more.
         """
         self._loss_scale = loss_scale
+        self._expected_examples = count_examples(self.observations) or None
         for observation in self.observations:
             self._add_moments(observation, *self._end_gathering(observation))
         start = now(self._clock_device)
@@ -352,10 +372,10 @@ class Collector:
         self._reducer.receive_(batch, self._wanted(), due=self._due, fresh=self._estimating)
         if batch.moments:
             self.spent += now(self._clock_device) - start
-        without_scale = self.losses.settle(self._loss_scale)
         if batch.examples:
             growth = self._growth(1, batch.examples / self._reducer.size)
-            batch.scale(float(without_scale) * growth)
+            scale = float(loss_scale) if self.losses.is_summed else 1.0
+            batch.scale(growth / scale * share_of_dropped(self.observations))
         return batch
 
     def _growth(self, part: float, whole: float) -> float:
@@ -372,31 +392,16 @@ class Collector:
         weights differ, the scale is right for derivatives of one size.
         """
         squares = sums = torch.zeros(())
-        for name, derivatives in observation.derivatives.items():
-            for derivative in derivatives:
-                weights = self.losses.weights(name, observation.outputs[name], derivative)
-                terms = weights if isinstance(weights, Tensor) else torch.tensor(weights)
+        for name in observation.derivatives:
+            for weights in self._weights_by_pass(observation, name):
+                terms = torch.as_tensor(weights)
                 squares, sums = squares + terms.square().mean(), sums + terms.mean()
         scale = float(sums / squares)
-        if self.losses.is_read:
+        if self.losses.is_summed:
             return scale  # the weights contain the loss scale
-        examples = sum(each.examples for each in self.observations)
-        scale /= float(self._loss_scale) ** 2
-        return scale if self.losses.is_summed else scale * examples**2 / observation.examples
+        examples = count_examples(self.observations)
+        return scale * examples**2 / observation.examples / float(self._loss_scale) ** 2
 
     def is_finite(self) -> bool:
         """Return whether what was collected so far is finite; waits for the device."""
         return bool(all_finite(self._batch.traces()))
-
-
-def _exact_columns(
-    likelihood: Likelihood, outputs: Tensor, weights: Weights, together: bool
-) -> Iterator[Tensor]:
-    for column in likelihood.derivative_columns(outputs, weights):
-        if together:
-            yield column
-            continue
-        for example in range(len(outputs)):
-            alone = torch.zeros_like(column)
-            alone[example] = column[example]
-            yield alone

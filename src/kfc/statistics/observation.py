@@ -1,6 +1,6 @@
 """What is known of one forward pass: its outputs, and what its backward pass brings."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from torch import Size, Tensor
@@ -16,7 +16,9 @@ class Observation:
     Attributes:
         call: the forward pass.
         outputs: the outputs by name, as they were before the loss was computed.
-        derivatives: the derivatives of the loss in the outputs, one per backward pass.
+        derivatives: the derivatives of the loss in the outputs, one per backward pass; ``None`` if
+            it cannot be told.
+        was_dropped: whether statistics were wanted, but the graph was given up.
         is_complete: whether a backward pass came to its end.
         recorded: the calls of the layers; ``None`` if they are not needed, or no longer.
         edges: where the derivatives arrive, and the shape that they have there.
@@ -27,8 +29,8 @@ class Observation:
     ) -> None:
         self.call = call
         self.outputs = {name: tensor.detach().clone() for name, tensor in outputs.items()}
-        self.derivatives: dict[str, list[Tensor]] = {}
-        self.is_complete = False
+        self.derivatives: dict[str, list[Tensor | None]] = {}
+        self.is_complete = self.was_dropped = False
         self.recorded = recorded
         self.edges: dict[str, tuple[GradientEdge, Size]] = {}
         if recorded is not None:
@@ -39,13 +41,28 @@ class Observation:
     def examples(self) -> int:
         return len(next(iter(self.outputs.values())))
 
-    def add_derivative(self, name: str, derivative: Tensor) -> None:
+    def add_derivative(self, name: str, derivative: Tensor | None) -> None:
         self.derivatives.setdefault(name, []).append(derivative)
 
     def forget_graph(self) -> None:
         """Let go of the graph; no statistics can be gathered from this pass any more."""
         self.recorded = None
         self.edges = {}
+
+    def drop_graph(self) -> None:
+        """Let go of the graph although statistics were wanted."""
+        self.forget_graph()
+        self.was_dropped = True
+
+
+def count_examples(observations: Iterable[Observation]) -> int:
+    return sum(observation.examples for observation in observations)
+
+
+def share_of_dropped(observations: Collection[Observation]) -> float:
+    """Return the examples of all passes over those of passes whose graph was not dropped."""
+    kept = count_examples(each for each in observations if not each.was_dropped)
+    return count_examples(observations) / kept if kept else 1.0
 
 
 class Listener(Protocol):

@@ -30,7 +30,8 @@ def on_derivative(
         name: the name of the output, if there are several.
     """
     leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    if any(leaf is selected for leaf in leaves):
+    # An object that is no pytree, such as a dataclass, hides its tensors; take the selected one.
+    if not leaves or any(leaf is selected for leaf in leaves):
         _register([selected], act)
         return
     sources = _sources(selected, [leaf for leaf in leaves if leaf.requires_grad])
