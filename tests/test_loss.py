@@ -508,6 +508,153 @@ def test_a_model_that_computes_its_own_loss():
     assert optimizer.diagnostics["fisher_norm"] == pytest.approx(expected, rel=1e-7)
 
 
+def derivative_factors(model: nn.Module, steps: int, loss_of, **options) -> list[dict]:
+    """Return Γ of every layer after each step, without averaging."""
+    curvature = kfc.Kronecker(fisher="exact", factor_decay=0.0)
+    optimizer = kfc.KFC(model, lr=0.0, curvature=curvature, schedule=kfc.Periods(1, 1), **options)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step)
+        optimizer.step()
+        found.append({name: factors.derivative for name, factors in optimizer.factors.items()})
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("factor", [1.0, 10.0])
+def test_the_factor_of_a_head_that_cannot_be_read(factor):
+    """In the first step only a factor of the whole loss is not known yet."""
+    targets, boxes = class_targets(5, ()), torch.randn(N, 4).double()
+
+    def loss_of(model, step):
+        outputs = model(batch())
+        classes = F.cross_entropy(outputs["main"], targets)
+        (factor * (classes + 0.5 * F.mse_loss(outputs["other"], boxes))).backward()
+
+    likelihood = {"main": "categorical", "other": kfc.Gaussian(weight=0.5)}
+    found = derivative_factors(Heads(4), 3, loss_of, likelihood=likelihood, output=lambda out: out)
+    expected = factor * 0.5 * 2 / 4 * torch.eye(4).double()
+    assert_close(found[0]["other"], expected / factor)
+    for later in found[1:]:
+        assert_close(later["other"], expected)
+
+
+def test_an_output_that_the_loss_does_not_use():
+    targets = class_targets(5, ())
+
+    def loss_of(model, step):
+        F.cross_entropy(model(batch())["main"], targets).backward()
+
+    names = ("main", "other")
+    found = derivative_factors(
+        Heads(5),
+        2,
+        loss_of,
+        likelihood=dict.fromkeys(names, "categorical"),
+        output=lambda out: out,
+    )
+    assert "main" in found[1]
+
+
+def test_zero_grad_forgets_the_backward_pass():
+    def loss_of(discarded):
+        def step_loss(model, step):
+            if discarded:
+                F.cross_entropy(model(batch()), CLASSES).backward()
+                for parameter in model.parameters():
+                    parameter.grad = None
+                optimizers[-1].zero_grad()
+            F.cross_entropy(model(batch()), CLASSES).backward()
+
+        return step_loss
+
+    results, optimizers = [], []
+    for discarded in (False, True):
+        model = Linear(5)
+        optimizers.append(
+            kfc.KFC(model, curvature=kfc.Kronecker(fisher="exact"), clip=None, lr=0.0)
+        )
+        loss_of(discarded)(model, 0)
+        optimizers[-1].step()
+        results.append(optimizers[-1].factors["layer"].derivative)
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("count", [3, 20])
+def test_many_forward_passes_before_one_backward(count):
+    def loss_of(model, step):
+        outputs = [model(batch()) for _ in range(count if step else 1)]
+        sum(F.cross_entropy(z, CLASSES) / len(outputs) for z in outputs).backward()
+
+    one, many = derivative_factors(Linear(5), 2, loss_of)
+    assert_close(many["layer"], one["layer"])
+
+
+def test_batches_of_mixtures_keep_what_others_have_told():
+    soft = soft_targets(5)
+
+    def loss_of(kinds):
+        def step_loss(model, step):
+            (0.1 * F.cross_entropy(model(batch()), kinds[step])).backward()
+
+        return step_loss
+
+    hard_first = derivative_factors(Linear(5), 3, loss_of([CLASSES, soft, CLASSES]))
+    for later in hard_first[1:]:
+        assert_close(later["layer"], hard_first[0]["layer"])
+    soft_first = derivative_factors(Linear(5), 3, loss_of([soft, CLASSES, soft]))
+    for later in soft_first[1:]:
+        assert_close(later["layer"], hard_first[0]["layer"])
+
+
+@pytest.mark.parametrize("elements", [10, 100])
+def test_many_elements_do_not_agree_by_chance(elements):
+    """Neither squared errors nor grey targets are taken for targets of 0 or 1."""
+    model = nn.Linear(6, elements).double()
+    inputs = torch.randn(256, 6).double()
+    targets = torch.rand(256, elements).double()
+    optimizer = kfc.KFC(model)
+    loss = F.mse_loss(model(inputs), targets)
+    with pytest.warns(UserWarning, match='pass likelihood="gaussian"'):
+        loss.backward()
+    optimizer.close()
+    assert "Gaussian" in optimizer.describe()
+    optimizer = kfc.KFC(model, likelihood="bernoulli")
+    F.binary_cross_entropy_with_logits(model(inputs), targets).backward()
+    optimizer.close()
+    assert "as the reduction says" in optimizer.describe()
+
+
+def test_a_first_batch_without_a_loss():
+    """All targets are ignored, so that nothing tells the likelihood."""
+    model = Linear(5)
+    optimizer = kfc.KFC(model)
+    for targets in (torch.full_like(CLASSES, -100), CLASSES):
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch()), targets, reduction="sum").backward()
+        optimizer.step()
+    optimizer.close()
+    assert "Categorical" in optimizer.describe()
+
+
+def test_outputs_of_an_object_that_is_no_pytree():
+    class Output:
+        def __init__(self, logits):
+            self.logits = logits
+
+    class Model(Linear):
+        def forward(self, inputs):
+            return Output(super().forward(inputs))
+
+    model = Model(5)
+    optimizer = kfc.KFC(model, output=lambda out: out.logits)
+    F.cross_entropy(model(batch()).logits, CLASSES).backward()
+    optimizer.step()
+    optimizer.close()
+    assert "read from the loss" in optimizer.describe()
+
+
 # What does not fit
 
 

@@ -136,6 +136,7 @@ ALLOWED = (
     "ctx.",  # torch.autograd.Function
     "weight.grad",
     "matrix.grad",
+    "output.grad",
     "call.__",  # functools
     "table.",  # rich
     "TEMPLATES.globals",  # jinja2

@@ -81,6 +81,9 @@ class Loss:
         """
         size = float(derivative.abs().amax()) if derivative.numel() else 0.0
         if not 0 < size < float("inf"):
+            if self.likelihood is None:
+                self.likelihood = _by_shape(outputs)
+                self.reason = "assumed until the loss has a derivative"
             return
         fit = Fit(outputs, derivative)
         if self.likelihood is None or (self._is_automatic and self._examined_at is None):

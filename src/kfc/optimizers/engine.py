@@ -153,8 +153,6 @@ class Engine:
 
     def _require_statistics(self, gradients: Mapping[str, Tensor], batch: BatchStatistics) -> None:
         covered = any(name in self.plan.layer_of for name in gradients)
-        if self.collector.observations and not self.collector.losses.likelihoods:
-            return  # all derivatives are zero, or not finite: there is no likelihood to choose
         if batch.moments or not self.curvature.is_empty() or (gradients and not covered):
             return
         raise RuntimeError(

@@ -29,7 +29,6 @@ def fisher_products(
     # Batch normalisation has no statistics of a single example.
     fewest = 2 if mixes_examples(engine.model) else 1
     parts = _first_part(observations, math.ceil(examples * fraction), fewest)
-    parts = parts if losses.likelihoods else []  # all derivatives of the loss were zero
     products = [_products_of_part(engine, part, vectors) for part in parts]
     covered = sum(count for _, count in products)
     total = torch.zeros(len(vectors), len(vectors)).double()

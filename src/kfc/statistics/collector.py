@@ -31,16 +31,15 @@ from kfc.statistics.outputs import on_derivative
 
 Moments = dict[str, tuple[Moment, ...]]
 Gathered = tuple[Moments, float]
-# The number of passes that wait for their backward pass with their graph, and without it; older
-# ones are given up.
+# The number of passes that wait for a backward pass with their graph, and without it.
 MAX_WAITING, MAX_UNUSED = 4, 1024
 
 
 class Collector:
     """Collects statistics from the forward passes between two steps.
 
-    :class:`~kfc.statistics.hooks.ModelHooks` report to it. If statistics are due, every forward
-    pass is followed by a backward pass to the pre-activations, with targets drawn from the model.
+    :class:`~kfc.statistics.hooks.ModelHooks` report to it. If statistics are due, the user's
+    backward pass begins with one to the pre-activations, with targets drawn from the model.
 
     Args:
         losses: the losses of the model's outputs.
@@ -195,11 +194,10 @@ class Collector:
     def _limit_waiting(self) -> None:
         """Give up passes that no backward pass has followed for long, as in an evaluation."""
         unused = [each for each in self._observations if not each.derivatives]
-        for observation in unused[:-MAX_UNUSED]:
-            self._observations.remove(observation)
-        waiting = [o for o in self._observations if o.recorded and not o.derivatives]
-        for observation in waiting[:-MAX_WAITING]:
-            observation.drop_graph()
+        for each in unused[:-MAX_UNUSED]:
+            self._observations.remove(each)
+        for each in [each for each in unused if each.recorded][:-MAX_WAITING]:
+            each.drop_graph()
 
     # Backward passes
 
@@ -231,11 +229,13 @@ class Collector:
 
     def _complete(self, observation: Observation, gathered: Gathered | None) -> None:
         """Count a pass whose backward pass did not fail."""
-        observation.is_complete = True
+        observation.complete()
         if gathered is not None and observation in self._observations:
             self._add_moments(observation, *gathered)
             if self._due and not self._estimating:
-                self._send()
+                start = now(self._clock_device)
+                self._reducer.send_(self._batch, self._wanted())
+                self.spent += now(self._clock_device) - start
 
     def _add_derivative(
         self, observation: Observation, name: str, derivative: Tensor | None
@@ -278,10 +278,9 @@ class Collector:
     ) -> Iterator[Tensor]:
         if self._fisher == "sampled":
             generator = self._reducer.generator(self.generator, outputs.device)
-            yield likelihood.sample_derivative(outputs, generator, weights)
-            return
+            return iter([likelihood.sample_derivative(outputs, generator, weights)])
         joint = mixes_ranks(self.model)
-        yield from exact_columns(likelihood, outputs, weights, together, joint, self._reducer)
+        return exact_columns(likelihood, outputs, weights, together, joint, self._reducer)
 
     def _end_gathering(self, observation: Observation) -> Gathered:
         """Return the statistics of a pass and the factor of squared derivatives."""
@@ -309,13 +308,8 @@ class Collector:
 
     def end_estimate(self) -> None:
         """End a pass of an estimate, also if the loss does not use all outputs."""
-        for observation in list(self._observations):
-            self._add_moments(observation, *self._end_gathering(observation))
-
-    def _send(self) -> None:
-        start = now(self._clock_device)
-        self._reducer.send_(self._batch, self._wanted())
-        self.spent += now(self._clock_device) - start
+        for each in list(self._observations):
+            self._add_moments(each, *self._end_gathering(each))
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
@@ -373,16 +367,13 @@ class Collector:
         if batch.moments:
             self.spent += now(self._clock_device) - start
         if batch.examples:
-            growth = self._growth(1, batch.examples / self._reducer.size)
-            scale = float(loss_scale) if self.losses.is_summed else 1.0
-            batch.scale(growth / scale * share_of_dropped(self.observations))
+            scale = self._growth(1, batch.examples / self._reducer.size)
+            scale /= float(loss_scale) if self.losses.is_summed else 1.0
+            batch.scale(scale * share_of_dropped(self.observations))
         return batch
 
     def _growth(self, part: float, whole: float) -> float:
-        """Return the ratio of the loss's curvature on ``whole`` examples to that on ``part``.
-
-        Passes of an estimate are steps of their own, of which the mean over examples is taken.
-        """
+        # Passes of an estimate are steps of their own, of which the mean over examples is taken.
         return 1.0 if self._estimating else self.losses.growth(part, whole)
 
     def _empirical_scale(self, observation: Observation) -> float:

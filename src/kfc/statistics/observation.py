@@ -44,6 +44,10 @@ class Observation:
     def add_derivative(self, name: str, derivative: Tensor | None) -> None:
         self.derivatives.setdefault(name, []).append(derivative)
 
+    def complete(self) -> None:
+        """Record that a backward pass came to its end."""
+        self.is_complete = True
+
     def forget_graph(self) -> None:
         """Let go of the graph; no statistics can be gathered from this pass any more."""
         self.recorded = None
