@@ -105,14 +105,17 @@ class Losses:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: loss.state_dict() for name, loss in self.by_name.items()}
+        outputs = {name: loss.state_dict() for name, loss in self.by_name.items()}
+        return {"ratio": float(self._ratio), "outputs": outputs}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless the state belongs to outputs with the same names."""
-        require_keys("state of the losses", state, self.by_name)
+        require_keys("state of the losses", state, ("ratio", "outputs"))
+        require_keys("state of the losses", state["outputs"], self.by_name)
         for name, loss in self.by_name.items():
-            loss.check_state(state[name])
+            loss.check_state(state["outputs"][name])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._ratio = state["ratio"]
         for name, loss in self.by_name.items():
-            loss.load_state_dict(state[name])
+            loss.load_state_dict(state["outputs"][name])

@@ -25,7 +25,10 @@ from kfc.statistics.collector import Collector
 from kfc.statistics.hooks import ModelHooks
 
 STATE_VERSION = 2
-STATE_KEYS = ("steps", "skipped_steps", "generator", "losses", "budget", "curvature", "inverses")
+STATE_KEYS = (
+    *("steps", "skipped_steps", "generator", "losses", "expected", "replaces_guess"),
+    *("budget", "curvature", "inverses"),
+)
 
 # Several ranks stop after this many skipped steps in a row.
 MOST_SKIPPED_IN_A_ROW = 10
@@ -287,6 +290,8 @@ class Engine:
             "skipped_steps": self.skipped_steps.count(),
             "generator": self.collector.generator.state_dict(),
             "losses": self.collector.losses.state_dict(),
+            "expected": self.collector.expected(),
+            "replaces_guess": self._replaces_guess,
             "budget": self.schedule.state_dict(),
             "curvature": self.curvature.state_dict(),
             "inverses": self.refresher.state_dict(),
@@ -300,6 +305,7 @@ class Engine:
         Schedule.check_state(state["budget"])
         self.collector.generator.check_state(state["generator"])
         self.collector.losses.check_state(state["losses"])
+        require_keys("state of the last step", state["expected"], self.collector.expected())
         self.curvature.check_state(state["curvature"])
         InverseRefresher.check_state(state["inverses"])
 
@@ -309,6 +315,8 @@ class Engine:
         self.skipped_steps.restore(state["skipped_steps"])
         self.collector.generator.load_state_dict(state["generator"])
         self.collector.losses.load_state_dict(state["losses"])
+        self.collector.expect(**state["expected"])
+        self._replaces_guess = state["replaces_guess"]
         self.schedule.load_state_dict(state["budget"])
         self.curvature.load_state_dict(state["curvature"])
         self.refresher.load_state_dict(state["inverses"])

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from kfc.layers.synchronised import mixes_ranks
 from kfc.schedule import now
 from kfc.statistics.backward import RecordedPass
 from kfc.statistics.buffers import BufferGuard
-from kfc.statistics.columns import exact_columns
+from kfc.statistics.columns import exact_columns, scale_of_squares
 from kfc.statistics.generator import OwnGenerator
 from kfc.statistics.observation import Arrival, Observation, count_examples, share_of_dropped
 from kfc.statistics.outputs import on_derivative
@@ -49,8 +50,7 @@ class Collector:
         buffers: the model's buffers before the first forward pass since the last step.
         records_random_state: whether passes will be run again from their initial random state.
         started: when the first forward pass since the last step began.
-        is_guess: whether weights that cannot be read were assumed before the first step was over,
-            whose number of examples and loss scale they depend on.
+        is_guess: whether weights were assumed before the examples of a step were known.
         spent: the seconds of gathering statistics since the last step.
         spent_in_forward: the seconds of it in forward passes, since the start.
     """
@@ -113,13 +113,19 @@ class Collector:
             self._batch = BatchStatistics()
             self._observations[:] = waiting
 
+    def expected(self) -> dict[str, Any]:
+        """Return what the next step should have in common with the last, for :meth:`expect`."""
+        return {"examples": self._expected_examples, "loss_scale": float(self._loss_scale)}
+
+    def expect(self, examples: int | None, loss_scale: float) -> None:
+        self._expected_examples, self._loss_scale = examples, loss_scale
+
     @contextmanager
     def estimation(self, *, has_loss: bool) -> Iterator[None]:
         """Gather statistics from every forward pass, to replace all that is known.
 
         Args:
-            has_loss: whether the derivative of a loss will arrive for each pass; otherwise the
-                weights of terms are as the reduction says.
+            has_loss: whether the derivative of a loss will arrive for each pass.
         """
         due = self._due
         self.drop()
@@ -379,15 +385,11 @@ class Collector:
     def _empirical_scale(self, observation: Observation) -> float:
         """Return the factor of squared derivatives of the user's own backward pass.
 
-        Derivatives of a term are c times those of the log-likelihood; sqrt(c N) is needed. If the
-        weights differ, the scale is right for derivatives of one size.
+        They are c times those of the log-likelihood; sqrt(c N) is needed. If the weights differ,
+        the scale is right for derivatives of one size.
         """
-        squares = sums = torch.zeros(())
-        for name in observation.derivatives:
-            for weights in self._weights_by_pass(observation, name):
-                terms = torch.as_tensor(weights)
-                squares, sums = squares + terms.square().mean(), sums + terms.mean()
-        scale = float(sums / squares)
+        by_output = [self._weights_by_pass(observation, name) for name in observation.derivatives]
+        scale = scale_of_squares(chain(*by_output))
         if self.losses.is_summed:
             return scale  # the weights contain the loss scale
         examples = count_examples(self.observations)

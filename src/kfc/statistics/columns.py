@@ -1,6 +1,6 @@
-"""The columns of the exact Fisher matrix, one backward pass for each."""
+"""Derivatives in the outputs for the exact and the empirical Fisher matrix."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -55,3 +55,12 @@ def _own_columns(
             alone = torch.zeros_like(column)
             alone[example] = column[example]
             yield alone
+
+
+def scale_of_squares(weights: Iterable[Weights]) -> float:
+    """Return Σ c / Σ c² over terms: 1/c, if all weights are equal."""
+    squares = sums = torch.zeros(())
+    for each in weights:
+        terms = torch.as_tensor(each)
+        squares, sums = squares + terms.square().mean(), sums + terms.mean()
+    return float(sums / squares)
