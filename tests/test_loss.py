@@ -772,6 +772,41 @@ def test_equal_outputs_do_not_decide():
     optimizer.close()
 
 
+UNNOTICED = {
+    "logits shifted per class": lambda z: F.cross_entropy(z + torch.arange(5).double(), CLASSES),
+    "distillation with a temperature": lambda z: F.cross_entropy(z / 2, soft_targets(5)),
+    "focal loss": lambda z: (
+        (1 - z.softmax(1).gather(1, CLASSES[:, None])).square()
+        * F.cross_entropy(z, CLASSES, reduction="none")[:, None]
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("name", UNNOTICED)
+def test_what_is_not_noticed(name):
+    """As docs/losses.md says."""
+    model = Linear(5)
+    optimizer = kfc.KFC(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        UNNOTICED[name](model(batch())).backward()
+    optimizer.close()
+    assert "Categorical" in optimizer.describe()
+
+
+def test_label_smoothing_of_equal_predictions():
+    """They look like targets of one class with a smaller weight, until predictions differ."""
+    model = Linear(5)
+    nn.init.zeros_(model.layer.weight)
+    nn.init.zeros_(model.layer.bias)
+
+    def loss_of(outputs, part):
+        return F.cross_entropy(outputs, CLASSES[part], label_smoothing=0.1)
+
+    assert norm_ratio(model, batch(), loss_of)[0] == pytest.approx(0.9)
+    assert norm_ratio(Linear(5), batch(), loss_of)[0] == pytest.approx(1)
+
+
 def test_the_loss_is_examined_again_after_a_thousand_steps(monkeypatch):
     monkeypatch.setattr("kfc.fisher.loss.EXAMINATION_PERIOD", 3)
     model = Linear(5)

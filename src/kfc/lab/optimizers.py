@@ -210,20 +210,19 @@ class KFACOptions(CurvatureOptions):
     initial_model_damping: float = option(
         Adaptation.initial_model_damping, "Initial value of the adapted λ"
     )
-    damping_period: int = option(Adaptation.model_damping_period, "Steps between adaptations of λ")
-    gamma_period: int = option(Adaptation.factor_damping_period, "Steps between adaptations of γ")
+    model_damping_period: int = option(
+        Adaptation.model_damping_period, "Steps between adaptations of λ"
+    )
+    factor_damping_period: int = option(
+        Adaptation.factor_damping_period, "Steps between adaptations of γ"
+    )
+    max_lr: float | None = option(Adaptation.max_lr, "Largest adapted learning rate")
+    max_momentum: float | None = option(Adaptation.max_momentum, "Largest adapted momentum")
     fisher_clip: float = option(0.0, CLIP)
 
     def make(self, model: nn.Module, setup: Setup) -> KFAC:
-        adaptation = Adaptation(
-            lr=setup.lr,
-            momentum=self.momentum,
-            model_damping=self.model_damping,
-            factor_damping=self.factor_damping,
-            initial_model_damping=self.initial_model_damping,
-            model_damping_period=self.damping_period,
-            factor_damping_period=self.gamma_period,
-        )
+        names = {each.name for each in fields(Adaptation)} & {each.name for each in fields(self)}
+        adaptation = Adaptation(lr=setup.lr, **{name: getattr(self, name) for name in names})
         return KFAC(
             model,
             adaptation=adaptation,
