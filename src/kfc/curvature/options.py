@@ -140,8 +140,9 @@ class EKFAC(Approximation):
     The damping is added to these moments exactly.
 
     Args:
-        fisher, factor_decay: as in :class:`Kronecker`.
         max_factor_size: wider factors keep their diagonal only.
+
+    The other arguments are those of :class:`Kronecker`.
     """
 
     max_factor_size: int = 8192

@@ -146,8 +146,9 @@ class Categorical(Likelihood):
     Matches ``torch.nn.functional.cross_entropy``, with one term per example and location.
 
     Args:
-        reduction, weight: see :class:`Likelihood`.
         axis: the dimension of the classes; -1 for logits (N, ..., C).
+
+    The other arguments are those of :class:`Likelihood`.
     """
 
     def __init__(
@@ -250,10 +251,11 @@ class Gaussian(_Elementwise):
     """Independent normal targets with the outputs as means.
 
     Args:
-        reduction, weight: see :class:`Likelihood`.
         variance: the variance of the targets. A term of the loss is
             ``(target - output)² / (2 variance)``: the default ½ matches torch's ``mse_loss``, and 1
             matches a squared error with the factor ½.
+
+    The other arguments are those of :class:`Likelihood`.
     """
 
     def __init__(

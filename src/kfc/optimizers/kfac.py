@@ -52,7 +52,8 @@ class KFAC(CurvatureOptimizer):
         groups: ``weight_decay``, and ``lr`` if the adaptation fixes it, as in :class:`kfc.KFC`.
         schedule: the periods of statistics and inverses. By default statistics are gathered in
             every step, which costs little compared with the quadratic model.
-        likelihood, output, strict, seed, curvature, parallel: as in :class:`kfc.Preconditioner`.
+
+    The other arguments are those of :class:`kfc.Preconditioner`.
     """
 
     def __init__(

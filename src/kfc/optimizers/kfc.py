@@ -49,8 +49,8 @@ class KFC(CurvatureOptimizer):
             parameter, a pattern, or a list of these. The first that matches a parameter applies.
         fallback_lr: the learning rate of parameters without a Fisher block, which follow their
             plain gradient; by default ``lr``.
-        likelihood, output, strict, seed, curvature, schedule, parallel: as in
-            :class:`kfc.Preconditioner`.
+
+    The other arguments are those of :class:`kfc.Preconditioner`.
     """
 
     def __init__(
