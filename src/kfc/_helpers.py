@@ -191,14 +191,17 @@ def will_reach(parameters: Iterable[Tensor]) -> bool:
     return False
 
 
+def grad_scalers() -> list[torch.amp.GradScaler]:
+    """Return all gradient scalers of the process."""
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler)]
+
+
 def scaler_of(optimizer: object) -> torch.amp.GradScaler | None:
     """Return the ``GradScaler`` that has unscaled the gradients of an optimizer, if it is found.
 
     Without torch's record of who was unscaled, the only enabled scaler of the process is returned.
     """
-    found: list[torch.amp.GradScaler] = [
-        each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler)
-    ]
+    found = grad_scalers()
     for scaler in found:
         if id(optimizer) in getattr(scaler, "_per_optimizer_states", {}):
             return scaler

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfc._helpers import require_choice, require_keys
+from kfc._helpers import grad_scalers, require_choice, require_keys
 from kfc.fisher.fit import Fit, two_class_mode
 from kfc.fisher.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Weights
 from kfc.fisher.reading import Reading, smoothed_weight
@@ -126,6 +126,19 @@ class Loss:
             self.mode = two_class_mode(fit.precise(reading), assumed, fit.tie)
         else:
             self.mode = "assumed"
+            self._check_size(fit, float(reading.weights.amax()))
+
+    def _check_size(self, fit: Fit, least: float) -> None:
+        """Report weights that cannot be read, but are larger than the reduction says."""
+        assert self.likelihood is not None
+        assumed = self.likelihood.term_weight(fit.outputs)
+        is_scaled = any(scaler.is_enabled() for scaler in grad_scalers())
+        if least > (1.01 + fit.tie) * assumed and not is_scaled:
+            self._report(
+                f"the loss is larger than {self.likelihood} says: the weight of a term is at least "
+                f"{least:.3g}, not {assumed:.3g}, which its reduction says. It cannot be read, "
+                'because targets are mixtures of classes; pass kfc.Categorical("sum"), or weight='
+            )
 
     def _report(self, message: str) -> None:
         if self._name:
