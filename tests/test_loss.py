@@ -823,6 +823,37 @@ def test_what_is_not_noticed(name):
     assert "Categorical" in optimizer.describe()
 
 
+def test_a_gradient_penalty_is_taken_for_mixed_targets():
+    """In the same backward pass it makes F too large, without a warning."""
+    factors = []
+    for penalty in (0.0, 30.0):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+        optimizer = kfc.KFC(model, clip=None, curvature=kfc.Kronecker(fisher="exact"))
+        inputs = batch().requires_grad_()
+        outputs = model(inputs)
+        loss = F.cross_entropy(outputs, CLASSES)
+        (slope,) = torch.autograd.grad(outputs.logsumexp(1).sum(), inputs, create_graph=True)
+        (loss + penalty * slope.square().mean()).backward()
+        optimizer.step()
+        optimizer.close()
+        factors.append(optimizer.factors["2"].derivative.trace())
+    assert factors[1] > 1.01 * factors[0]
+
+
+def test_label_smoothing_in_bfloat16():
+    """Rounding may hide the smoothing, so that weights are too small by at most that."""
+    model = Linear(10).to(torch.bfloat16)
+    optimizer = kfc.KFC(model, clip=None, curvature=kfc.Kronecker(fisher="exact"))
+    targets = class_targets(10, ())
+    outputs = model(batch().to(torch.bfloat16)).float()
+    F.cross_entropy(outputs, targets, label_smoothing=0.1).backward()
+    optimizer.step()
+    optimizer.close()
+    expected = exact_factor(Linear(10), batch(), torch.full((N, 1), 1 / N).double()).trace()
+    assert 0.85 < float(optimizer.factors["layer"].derivative.double().trace() / expected) < 1.05
+
+
 def test_label_smoothing_of_equal_predictions():
     """They look like targets of one class with a smaller weight, until predictions differ."""
     model = Linear(5)

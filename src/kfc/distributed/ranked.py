@@ -37,7 +37,7 @@ class RankReducer(Reducer):
     def __init__(self, ranks: Ranks, parallel: Parallel) -> None:
         super().__init__()
         self.rank, self.size = ranks.rank, ranks.size
-        self.is_joint = True
+        self.owns_buffers = False  # DistributedDataParallel broadcasts them
         self.among_ranks = f" of {ranks.size} ranks"
         self._ranks = ranks
         self._parallel = parallel
@@ -108,6 +108,9 @@ class RankReducer(Reducer):
         if not joint:
             return [(True, count)]
         return [(rank == self.rank, int(n)) for rank, (n,) in enumerate(self.gather([count]))]
+
+    def once_gathered(self, act: Callable[[], None]) -> None:
+        act()  # at once: the exchange takes place during the rest of the backward pass
 
     def watch(self, output: Tensor) -> None:
         # Averaged gradients do not tell which rank's loss was not finite.

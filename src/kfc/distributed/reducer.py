@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kfc._helpers import after_backward
 from kfc.layers.synchronised import mixes_ranks
 
 if TYPE_CHECKING:
@@ -34,9 +35,8 @@ class Reducer:
 
     rank = 0
     size = 1
-    #: Whether other ranks take part: statistics are sent while the backward pass goes on, and
-    #: buffers may change between passes.
-    is_joint = False
+    #: Whether only forward passes and the user change the model's buffers.
+    owns_buffers = True
     #: What error messages add to something that all ranks have a part of.
     among_ranks = ""
 
@@ -97,6 +97,10 @@ class Reducer:
             joint: whether a pass of one rank needs the others, as with SyncBatchNorm.
         """
         return [(True, count)]
+
+    def once_gathered(self, act: Callable[[], None]) -> None:
+        """Call ``act``, which adds gathered statistics, unless the running backward fails."""
+        after_backward(act)
 
     def watch(self, output: Tensor) -> None:
         """Record whether this rank's output and its derivative are finite."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfc._helpers import after_backward, all_finite, keeps_graph, will_reach
+from kfc._helpers import all_finite, keeps_graph, will_reach
 from kfc.curvature.model import ModelCurvature
 from kfc.curvature.statistics import BatchStatistics, Moment
 from kfc.distributed.reducer import Reducer
@@ -155,7 +155,7 @@ class Collector:
             self._reducer.begin_step(self._step)
         if not self._estimating:
             # DistributedDataParallel changes buffers between passes; checkpointing, in backward.
-            is_unused = not (self._reducer.is_joint or self.observations)
+            is_unused = self._reducer.owns_buffers and not self.observations
             self.buffers.before_pass(may_wait=self._due, is_unused=is_unused)
         wanted = self._wanted()
         if not wanted:
@@ -227,11 +227,7 @@ class Collector:
         if self._fisher != "empirical" and len(observation.derivatives) == len(observation.edges):
             # If another backward pass may follow, finish() adds what they gather.
             gathered = None if keeps_graph() else self._end_gathering(observation)
-        if self._reducer.is_joint:
-            # At once: the exchange takes place during the rest of the backward pass.
-            self._complete(observation, gathered)
-        else:
-            after_backward(partial(self._complete, observation, gathered))
+        self._reducer.once_gathered(partial(self._complete, observation, gathered))
 
     def _complete(self, observation: Observation, gathered: Gathered | None) -> None:
         """Count a pass whose backward pass did not fail."""
