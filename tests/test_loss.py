@@ -8,6 +8,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -824,9 +825,9 @@ def test_what_is_not_noticed(name):
 
 
 def test_a_gradient_penalty_is_taken_for_mixed_targets():
-    """In the same backward pass it makes F too large, without a warning."""
+    """In the same backward pass it makes F too large; a strong one is noticed."""
     factors = []
-    for penalty in (0.0, 30.0):
+    for penalty in (0.0, 1.0, 30.0):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
         optimizer = kfc.KFC(model, clip=None, curvature=kfc.Kronecker(fisher="exact"))
@@ -834,11 +835,14 @@ def test_a_gradient_penalty_is_taken_for_mixed_targets():
         outputs = model(inputs)
         loss = F.cross_entropy(outputs, CLASSES)
         (slope,) = torch.autograd.grad(outputs.logsumexp(1).sum(), inputs, create_graph=True)
-        (loss + penalty * slope.square().mean()).backward()
+        strong = pytest.warns(UserWarning, match="which its reduction says")
+        with strong if penalty > 1 else nullcontext():
+            (loss + penalty * slope.square().mean()).backward()
         optimizer.step()
         optimizer.close()
         factors.append(optimizer.factors["2"].derivative.trace())
-    assert factors[1] > 1.01 * factors[0]
+    assert factors[0] < factors[1] < 1.05 * factors[0]
+    assert factors[2] > 1.01 * factors[0]
 
 
 def test_label_smoothing_in_bfloat16():
