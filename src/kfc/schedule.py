@@ -51,8 +51,8 @@ class Periods:
     """Fixed or stretching periods of statistics and inverses, in steps.
 
     Args:
-        statistics: T_s, the period of the factors' statistics: a number or a :class:`Stretch`.
-        inverse: T_f, the period of the inverses: a number or a :class:`Stretch`.
+        statistics: T_s, the period of the factors' statistics: a number or a ``Stretch``.
+        inverse: T_f, the period of the inverses: a number or a ``Stretch``.
     """
 
     statistics: Period = Stretch(10)

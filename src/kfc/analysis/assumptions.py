@@ -58,10 +58,12 @@ class Assumption:
 
     @property
     def deciding(self) -> Estimate:
+        """The measure that decides the verdict."""
         return next(iter(self.measures.values()))
 
     @property
     def verdict(self) -> str:
+        """One of ``"holds"``, ``"roughly"``, ``"fails"`` and ``"unknown"`` (no estimate)."""
         size = abs(self.deciding.value)
         if math.isnan(size):
             return "unknown"

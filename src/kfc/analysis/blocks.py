@@ -74,7 +74,7 @@ class Block(ABC):
         """Return the trace."""
 
     def dense(self) -> Tensor:
-        """Return the matrix, (size, size); :meth:`to_dense` checks the memory first."""
+        """Return the matrix, (size, size); ``to_dense()`` checks the memory first."""
         identity = torch.eye(self.size, dtype=self.like.dtype, device=self.like.device)
         return self.product(self.from_order_of_dense(identity)).mT.flatten(1)
 

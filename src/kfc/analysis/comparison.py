@@ -115,7 +115,7 @@ def compare_approximations(
         max_gib: the memory for the largest arrays of one layer.
         progress: called with the names of the layer and of the approximation that comes next.
 
-    The other arguments are those of :func:`record_layer`.
+    The other arguments are those of ``record_layer``.
 
     Returns:
         The comparisons by layer name.
@@ -185,7 +185,7 @@ def compare_blocks(
         gradient: the gradient to compute natural gradients of, (groups, I, n).
         names: keys of ``kfc.analysis.APPROXIMATIONS``.
 
-    The other arguments are those of :func:`compare_approximations`.
+    The other arguments are those of ``compare_approximations``.
     """
     tell = progress or (lambda layer, step: None)
     tell(record.name, "exact block")

@@ -35,7 +35,7 @@ def exact_block(
         max_gib: the memory for the gradients of single examples. If they need more, products are
             computed from activations and derivatives, and systems solved by conjugate gradients.
 
-    The other arguments are those of :func:`record_layer`.
+    The other arguments are those of ``record_layer``.
     """
     record = record_layer(
         model, inputs, layer, likelihood=likelihood, samples=samples, output=output, seed=seed

@@ -75,6 +75,7 @@ class LayerRecord:
 
     @property
     def draws(self) -> int:
+        """The number of derivatives per example: drawn targets, or columns of the exact Fisher."""
         return self.calls[0].derivatives.shape[0]
 
     @property
@@ -195,7 +196,7 @@ def record_layer(
             Parameters, buffers, gradients and the random state do not change.
         inputs: one batch: a tensor, a tuple of arguments, or a dict of them.
         layer: the layer's name in ``model.named_modules()``; linear or convolutional.
-        likelihood: the distribution that the outputs parametrise; see :class:`kfc.Likelihood`.
+        likelihood: the distribution that the outputs parametrise; see ``kfc.Likelihood``.
         samples: the number of targets to draw for every example; ``None`` enumerates all targets,
             which makes expectations exact.
         output: selects the tensor of outputs from what the model returns.
@@ -250,7 +251,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def run_model(model: nn.Module, inputs: Any, output: Output | None) -> Tensor:
-    """Return the tensor of outputs, for inputs as in :func:`record_layer`."""
+    """Return the tensor of outputs, for inputs as in ``record_layer``."""
     call = call_of(model, inputs)
     return select_output(model(*call.args, **call.kwargs), output)
 

@@ -24,7 +24,7 @@ class EKFACCurvature(KroneckerCurvature):
     every entry of S.
 
     If the bias has a damping of its own, all this takes place in the scaled coordinates of
-    :mod:`kfc.curvature.kronecker`: the bases are those of Ω̃ and Γ, S is measured in them, and the
+    ``kfc.curvature.kronecker``: the bases are those of Ω̃ and Γ, S is measured in them, and the
     damping is exact. A layer whose wide Ω is kept as its diagonal has no scaled coordinates; the
     dampings are added to the entries of S.
     """
@@ -45,7 +45,7 @@ class EKFACCurvature(KroneckerCurvature):
 class MeasuredInverse(EigenInverse):
     """U (diag S + δ I)⁻¹ Uᵀ with U = U_Ω ⊗ U_Γ; until S is measured, the eigenvalues of Ω ⊗ Γ.
 
-    The tensors are those of an :class:`EigenInverse`, with S as eigenvalues, and a flag.
+    The tensors are those of an ``EigenInverse``, with S as eigenvalues, and a flag.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

@@ -108,7 +108,7 @@ class FactorStatistics(LayerStatistics):
         self.rows = 0
 
     def forward(self, inputs: Tensor, outputs: Tensor) -> list[tuple[Any, ...]]:
-        """Return the call's :meth:`activation_sums`, in a list that ``backward`` empties."""
+        """Return the call's ``activation_sums()``, in a list that ``backward`` empties."""
         return [self.activation_sums(inputs.detach().to(self.layer.dtype), outputs)]
 
     def backward(self, kept: list[tuple[Any, ...]], derivatives: Tensor, examples: int) -> None:

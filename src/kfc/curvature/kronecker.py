@@ -97,7 +97,7 @@ class Bases(NamedTuple):
     """Orthogonal bases U_Ω (groups, n, n) and U_Γ (groups, m, m); ``None`` is the identity.
 
     If the bias has a damping of its own, S⁻¹ U with the basis U of Ω̃ takes the place of U_Ω. It is
-    not orthogonal; :meth:`coordinates` and :meth:`combine` are then transposes of each other, but
+    not orthogonal; ``coordinates()`` and ``combine()`` are then transposes of each other, but
     not inverses.
     """
 

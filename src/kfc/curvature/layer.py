@@ -140,7 +140,7 @@ class LayerCurvature(ABC):
         return self.new_statistics(self._usable_inverse(fresh))
 
     def moment_layout(self, *, fresh: bool) -> MomentLayout:
-        """Return the layout of the moments that :meth:`statistics` will gather."""
+        """Return the layout of the moments that ``statistics()`` will gather."""
         measured = () if self._usable_inverse(fresh) is None else self.measured_shapes()
         layer, shapes = self.layer, self.running_shapes() + measured
         return MomentLayout(shapes, layer.dtype, layer.weight.device)

@@ -21,7 +21,7 @@ class ModelCurvature:
     """The blocks of all layers of a model: running averages, inverses, natural gradients.
 
     Attributes:
-        layers: the :class:`~kfc.curvature.layer.LayerCurvature` of every layer, by name.
+        layers: the ``LayerCurvature`` of every layer, by name.
     """
 
     def __init__(self, plan: Plan, options: Approximation, reducer: Reducer) -> None:
@@ -61,7 +61,7 @@ class ModelCurvature:
         self.update_(batch)
 
     def snapshot(self) -> dict[str, LayerState]:
-        """Return the state of every layer, to be passed to :meth:`restore`."""
+        """Return the state of every layer, to be passed to ``restore()``."""
         return {name: layer.state for name, layer in self.layers.items()}
 
     def restore(self, states: Mapping[str, LayerState]) -> None:
@@ -152,7 +152,7 @@ class ModelCurvature:
     def redamped(self, damping: float) -> dict[str, LayerState]:
         """Return the states of all layers with inverses for another damping of all parameters.
 
-        Call it just after :meth:`refresh_inverses` of all layers.
+        Call it just after ``refresh_inverses()`` of all layers.
         """
         known = {n: layer for n, layer in self._known().items() if layer.state.inverse is not None}
         uniform = Damping.uniform(damping)
@@ -244,7 +244,7 @@ class ModelCurvature:
         raise_differences("layers", saved, expected)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that :meth:`check_state` has accepted."""
+        """Restore a state that ``check_state()`` has accepted."""
         for name, entry in self._loadable(state).items():
             self.layers[name].load_state_dict(entry)
 

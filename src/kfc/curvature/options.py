@@ -26,7 +26,7 @@ AVERAGING: Literal["averaging"] = "averaging"
 
 @dataclass(frozen=True, kw_only=True)
 class Approximation(ABC):
-    """An approximation of the Fisher matrix with its options; see :class:`Kronecker`."""
+    """An approximation of the Fisher matrix with its options; see ``Kronecker``."""
 
     fisher: FisherKind = "sampled"
     factor_decay: Decay = 0.95
@@ -115,7 +115,7 @@ class Kronecker(Approximation):
 class SUA(Kronecker):
     """Kronecker factors that assume uncorrelated activations at distinct locations.
 
-    The arguments are those of :class:`Kronecker`.
+    The arguments are those of ``Kronecker``.
     """
 
     name: ClassVar[str] = "sua"
@@ -126,7 +126,7 @@ class SUA(Kronecker):
 class PRONG(Kronecker):
     """Kronecker factors as in SUA, with derivatives assumed white: Γ = c I (Theorem 4).
 
-    The arguments are those of :class:`Kronecker`.
+    The arguments are those of ``Kronecker``.
     """
 
     name: ClassVar[str] = "prong"
@@ -142,7 +142,7 @@ class EKFAC(Approximation):
     Args:
         max_factor_size: wider factors keep their diagonal only.
 
-    The other arguments are those of :class:`Kronecker`.
+    The other arguments are those of ``Kronecker``.
     """
 
     max_factor_size: int = 8192

@@ -52,7 +52,7 @@ class LayerStatistics(ABC):
 
     @abstractmethod
     def forward(self, inputs: Tensor, outputs: Tensor) -> Any:
-        """Add a call; return what :meth:`backward` needs to know about it."""
+        """Add a call; return what ``backward()`` needs to know about it."""
 
     @abstractmethod
     def backward(self, kept: Any, derivatives: Tensor, examples: int) -> None:

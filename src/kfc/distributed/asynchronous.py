@@ -119,7 +119,7 @@ class InverseRefresher:
         self._job, self._refreshed_at = None, 0
 
     def snapshot(self) -> tuple[int, Job | None]:
-        """Return the state, to be passed to :meth:`restore`."""
+        """Return the state, to be passed to ``restore()``."""
         return self._refreshed_at, self._job
 
     def restore(self, snapshot: tuple[int, Job | None]) -> None:
@@ -157,7 +157,7 @@ class InverseRefresher:
 
     @staticmethod
     def check_state(state: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` unless the state is one that :meth:`state_dict` returns."""
+        """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
         require_keys("inverse state", state, ("refreshed_at", "begun", "latest", "blocks"))
         require_whole("the inverse state's refreshed_at", state["refreshed_at"], low=0)
         for name in ("begun", "latest"):

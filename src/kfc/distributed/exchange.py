@@ -12,7 +12,7 @@ from kfc.distributed.ranks import Ranks
 
 
 class Exchange:
-    """One sum over all ranks, in progress from its construction until :meth:`add_to_`.
+    """One sum over all ranks, in progress from its construction until ``add_to_()``.
 
     A layer that did not run on this rank counts as zero, with weight zero.
 

@@ -36,7 +36,7 @@ def pack_inverse(curvature: LayerCurvature, inverse: Inverse | None) -> Tensor:
 
 
 def unpack_inverse(curvature: LayerCurvature, numbers: Tensor) -> Inverse:
-    """Invert :func:`pack_inverse`.
+    """Invert ``pack_inverse``.
 
     The owner does this too, because what it computed need not be symmetric to the last bit.
     """

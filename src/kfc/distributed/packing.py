@@ -30,7 +30,7 @@ class Packing(NamedTuple):
         return (fold(tensor) if self.symmetric else tensor).flatten()
 
     def unpack(self, numbers: Tensor) -> Tensor:
-        """Invert :meth:`pack`."""
+        """Invert ``pack()``."""
         if not self.symmetric:
             # A copy, because a view would keep the whole message alive.
             return numbers.reshape(self.shape).clone()

@@ -48,7 +48,7 @@ def place(
 
     Args:
         ranks: the number of ranks.
-        kind: the ``placement`` of :class:`kfc.Parallel`.
+        kind: the ``placement`` of ``kfc.Parallel``.
         period: the number of steps that an inverse is used for.
     """
     if ranks == 1 or kind == "replicated":

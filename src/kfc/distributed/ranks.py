@@ -173,7 +173,7 @@ class Ranks:
 
     @contextmanager
     def naming_errors(self, collective: str) -> Iterator[None]:
-        """Raise a :class:`CollectiveError` that names the collective in place of a RuntimeError."""
+        """Raise a ``CollectiveError`` that names the collective in place of a RuntimeError."""
         try:
             yield
         except RuntimeError as error:
@@ -257,7 +257,7 @@ def join_ranks(model: nn.Module, choice: Group) -> tuple[nn.Module, Ranks]:
     """Return the model without its DistributedDataParallel wrapper, and its ranks.
 
     Args:
-        choice: the ``group`` of :class:`kfc.Parallel`.
+        choice: the ``group`` of ``kfc.Parallel``.
     """
     group = None if choice == "auto" else choice
     wrapper: DistributedDataParallel | None = None

@@ -26,7 +26,7 @@ class Reducer:
     """Joins the work of all ranks.
 
     This class is the case of one process: every method returns its argument and sends nothing.
-    :class:`kfc.distributed.ranked.RankReducer` is the case of several ranks; all of them call the
+    ``kfc.distributed.ranked.RankReducer`` is the case of several ranks; all of them call the
     same methods in the same order.
 
     Args:
@@ -112,7 +112,7 @@ class Reducer:
     def send_(self, batch: BatchStatistics, names: Collection[str]) -> None:
         """Start to sum the statistics of a batch over all ranks, unless more passes will follow.
 
-        The statistics sent are removed from the batch. :meth:`receive_` adds their sums.
+        The statistics sent are removed from the batch. ``receive_()`` adds their sums.
 
         Args:
             names: the layers that any rank may have gathered.
@@ -127,7 +127,7 @@ class Reducer:
             batch: what this rank gathered and has not sent.
             names: the layers that any rank may have gathered.
             due: whether every rank gathers all of them in this step.
-            fresh: see :meth:`kfc.curvature.layer.LayerCurvature.statistics`.
+            fresh: see ``kfc.curvature.layer.LayerCurvature.statistics()``.
         """
 
     def drop(self) -> None:

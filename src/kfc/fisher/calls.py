@@ -92,7 +92,7 @@ def get_random_state(accelerators: Collection[torch.device]) -> list[Tensor]:
 
 
 def set_random_state(states: list[Tensor], accelerators: Collection[torch.device]) -> None:
-    """Restore what :func:`get_random_state` returned for the same accelerators."""
+    """Restore what ``get_random_state`` returned for the same accelerators."""
     torch.set_rng_state(states[0])
     for state, device in zip(states[1:], accelerators, strict=True):
         torch.get_device_module(device).set_rng_state(state, device)

@@ -240,7 +240,7 @@ def _tied_part(readings: Tensor, tie: float) -> float:
 
 
 def two_class_mode(readings: Tensor, assumed: float, tie: float) -> str:
-    """Return how to find weights if targets have two values; see :class:`kfc.fisher.loss.Loss`.
+    """Return how to find weights if targets have two values; see ``kfc.fisher.loss.Loss``.
 
     Readings of targets between 0 and 1 are below the weight and differ from each other.
 

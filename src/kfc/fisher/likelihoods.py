@@ -7,7 +7,7 @@ matrix of the outputs.
 Scale. The loss is a sum of terms with weights ``c``, so its Hessian in the outputs is
 ``R = c · (Fisher matrix of one term)``, block-diagonal over terms. Derivatives of the
 log-likelihood are multiplied by ``sqrt(c · N)``, so that their second moment, averaged over the N
-examples, is R. The weights are read from the loss (:mod:`kfc.fisher.reading`) or, if unknown, the
+examples, is R. The weights are read from the loss (``kfc.fisher.reading``) or, if unknown, the
 same for all terms, as the reduction says (``term_weight``).
 """
 
@@ -148,7 +148,7 @@ class Categorical(Likelihood):
     Args:
         axis: the dimension of the classes; -1 for logits (N, ..., C).
 
-    The other arguments are those of :class:`Likelihood`.
+    The other arguments are those of ``Likelihood``.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Gaussian(_Elementwise):
             ``(target - output)² / (2 variance)``: the default ½ matches torch's ``mse_loss``, and 1
             matches a squared error with the factor ½.
 
-    The other arguments are those of :class:`Likelihood`.
+    The other arguments are those of ``Likelihood``.
     """
 
     def __init__(

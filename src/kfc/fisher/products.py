@@ -1,11 +1,11 @@
 """Products with the exact Fisher matrix F = JᵀRJ of a batch, by forward-mode differentiation.
 
 J is the Jacobian of the model's outputs in its parameters, R the Hessian of the loss in the outputs
-(see :mod:`kfc.fisher.likelihoods` for its scale). Each product runs the model once, in its current
+(see ``kfc.fisher.likelihoods`` for its scale). Each product runs the model once, in its current
 mode (training or evaluation). Buffers, gradients and the global random state are left unchanged,
 and dropout draws the mask that the next forward pass would draw.
 
-Where :class:`torch.nn.SyncBatchNorm` joins the batches of several ranks, all of them must compute
+Where ``torch.nn.SyncBatchNorm`` joins the batches of several ranks, all of them must compute
 the product together; their results add up to the product for the sum of their losses.
 """
 
@@ -61,7 +61,7 @@ def vector_product(
         vector: v, a dict from parameter names to tensors (missing parameters count as zero), or a
             list in the order of ``model.parameters()``, with an entry for every parameter or for
             every parameter that requires gradients.
-        likelihood: the distribution that the outputs parametrise; see :class:`kfc.Likelihood`. If
+        likelihood: the distribution that the outputs parametrise; see ``kfc.Likelihood``. If
             the loss is a sum of losses of several outputs, a dict with the likelihood of each.
         output: selects the tensor of outputs, or a dict of them, from what the model returns.
 
@@ -106,7 +106,7 @@ def quadratic_form(
     likelihood: LikelihoodChoice = "categorical",
     output: Output | None = None,
 ) -> Tensor:
-    """Return vᵀ F v, exactly, with one forward pass; arguments as in :func:`vector_product`."""
+    """Return vᵀ F v, exactly, with one forward pass; arguments as in ``vector_product``."""
     call, vectors = call_of(model, inputs), [_by_name(model, vector)]
     products, _ = products_of_call(model, call, vectors, resolve_likelihoods(likelihood), output)
     return products[0, 0]

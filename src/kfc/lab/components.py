@@ -30,7 +30,7 @@ class Task:
     """What a network is trained for: a loss and an error measure.
 
     Attributes:
-        likelihood: the likelihood that belongs to the loss, as :class:`kfc.KFC` takes it.
+        likelihood: the likelihood that belongs to the loss, as ``kfc.KFC`` takes it.
         output_shape: the shape of a network's output, from (images, number of classes).
         loss: the mean loss over the examples, from (outputs, images, labels).
         mistakes: (N,) the contribution of each example to the error, from the same.

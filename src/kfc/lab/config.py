@@ -44,10 +44,10 @@ def number_or_paper(text: str) -> float | str:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The configuration of one run, complete and valid; :func:`make_config` fills in defaults.
+    """The configuration of one run, complete and valid; ``make_config`` fills in defaults.
 
     Attributes:
-        options: the optimizer's own options, see :mod:`kfc.lab.optimizers`.
+        options: the optimizer's own options, see ``kfc.lab.optimizers``.
         lr: ``None`` if the optimizer adapts it.
         init: ``None`` for a network of the user's own.
     """
@@ -150,7 +150,7 @@ def make_config(**given: Any) -> RunConfig:
     """Return a run's configuration, with defaults of the network and the optimizer filled in.
 
     Args:
-        given: options of :class:`RunConfig` and of the optimizer, such as ``damping``; ``None``
+        given: options of ``RunConfig`` and of the optimizer, such as ``damping``; ``None``
             means the default.
     """
     given = {name: value for name, value in given.items() if value is not None}
@@ -179,7 +179,7 @@ def make_config(**given: Any) -> RunConfig:
 
 
 def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration from the values of :meth:`RunConfig.to_dict`."""
+    """Return the configuration from the values of ``RunConfig.to_dict()``."""
     names = {each.name for each in fields(RunConfig)}
     if set(values) != names:
         difference = ", ".join(sorted(set(values) ^ names))

@@ -26,7 +26,7 @@ class Setup:
     Attributes:
         lr: ``None`` if the optimizer adapts its learning rate.
         weight_costs: weight decay λ by parameter name; parameters without an entry have none.
-        likelihood: the likelihood that belongs to the loss, as :class:`kfc.KFC` takes it.
+        likelihood: the likelihood that belongs to the loss, as ``kfc.KFC`` takes it.
         averaging_timescale: τ of the averaged parameters, in updates.
     """
 
@@ -147,7 +147,7 @@ class CurvatureOptions(OptimizerOptions):
         return self.estimate_factors
 
     def _arguments(self, setup: Setup) -> dict[str, Any]:
-        """Return the arguments that :class:`kfc.KFC` and :class:`kfc.KFAC` have in common."""
+        """Return the arguments that ``kfc.KFC`` and ``kfc.KFAC`` have in common."""
         approximation = APPROXIMATIONS[self.curvature]
         given = {name: getattr(self, name) for name in ("fisher", "inverse", "factor_decay")}
         given = {name: value for name, value in given.items() if value is not None}
@@ -174,7 +174,7 @@ class CurvatureOptions(OptimizerOptions):
 
 @dataclass(frozen=True)
 class KFCOptions(CurvatureOptions):
-    """Options of :class:`kfc.KFC`."""
+    """Options of ``kfc.KFC``."""
 
     lr, estimates_first = 3e-3, True
     momentum: float = option(0.9, "Momentum μ")
@@ -201,7 +201,7 @@ class KFCOptions(CurvatureOptions):
 
 @dataclass(frozen=True)
 class KFACOptions(CurvatureOptions):
-    """Options of :class:`kfc.KFAC`."""
+    """Options of ``kfc.KFAC``."""
 
     lr, periods, estimates_first = None, Periods(1, Stretch(20)), False
     momentum: float | None = option(None, "Momentum μ")
@@ -236,7 +236,7 @@ class KFACOptions(CurvatureOptions):
 
 @dataclass(frozen=True)
 class SGDOptions(OptimizerOptions):
-    """Options of :class:`torch.optim.SGD`."""
+    """Options of ``torch.optim.SGD``."""
 
     lr, batch_size = 1e-2, 128
     momentum: float = option(0.9, "Momentum μ")
@@ -249,7 +249,7 @@ class SGDOptions(OptimizerOptions):
 
 @dataclass(frozen=True)
 class AdamOptions(OptimizerOptions):
-    """Options of :class:`torch.optim.Adam`."""
+    """Options of ``torch.optim.Adam``."""
 
     lr, batch_size = 1e-3, 128
     algorithm: ClassVar[type[torch.optim.Adam]] = torch.optim.Adam
@@ -263,7 +263,7 @@ class AdamOptions(OptimizerOptions):
 
 @dataclass(frozen=True)
 class AdamWOptions(AdamOptions):
-    """Options of :class:`torch.optim.AdamW`."""
+    """Options of ``torch.optim.AdamW``."""
 
     algorithm = torch.optim.AdamW
 
@@ -294,7 +294,7 @@ class SOAPOptions(OptimizerOptions):
 
 @dataclass(frozen=True)
 class MuonOptions(OptimizerOptions):
-    """Options of :class:`Muon`."""
+    """Options of ``Muon``."""
 
     lr, batch_size = 2e-2, 256
     momentum: float = option(0.95, "Momentum μ")

@@ -27,7 +27,7 @@ def config_errors(prefix: str = "") -> Iterator[None]:
 
 
 def option(default: Any, help: str, **details: Any) -> Any:
-    """Return a dataclass field that declares an :class:`Option` with these attributes."""
+    """Return a dataclass field that declares an ``Option`` with these attributes."""
     return field(default=default, metadata={"help": help, **details})
 
 

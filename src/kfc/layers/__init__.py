@@ -2,9 +2,9 @@
 
 Two kinds of layers have a Fisher block: those that multiply rows of their input by a matrix
 (linear and convolutional layers) and normalisation layers, which have a small block per channel.
-Every other parameter follows its plain gradient, for a reason that :class:`PlainGradient` states.
+Every other parameter follows its plain gradient, for a reason that ``PlainGradient`` states.
 
-To add a layer type, subclass :class:`MatrixLayer` or :class:`LinearLayer` and register it::
+To add a layer type, subclass ``MatrixLayer`` or ``LinearLayer`` and register it::
 
     @kfc.layers.layer_for.register
     def _(module: MyModule) -> kfc.layers.Layer:

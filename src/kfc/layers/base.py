@@ -14,7 +14,7 @@ class Layer(ABC):  # noqa: B024 - its subclasses are abstract
     """One layer: a module, or several modules of the same configuration with tied parameters.
 
     A layer knows how its inputs, derivatives and parameters become rows and matrices. It holds no
-    statistics: those belong to its curvature (:mod:`kfc.curvature`).
+    statistics: those belong to its curvature (``kfc.curvature``).
     """
 
     #: The covered parameters, in the order of the block's coordinates.
@@ -77,14 +77,14 @@ class MatrixLayer(Layer):
     def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
         """Return Σ rowᵀ row, (groups, n, n), or only its ``diagonal``, (groups, n), over all rows.
 
-        The source is what :meth:`row_source` returns; rows start with a 1 if ``homogeneous``.
+        The source is what ``row_source()`` returns; rows start with a 1 if ``homogeneous``.
         ``kfc.moments.patches.row_moment`` has both options.
         """
 
     def activation_rows(self, source: Tensor) -> Tensor:
         """Return the rows, (groups, rows, J|D|), one per output location.
 
-        :meth:`activation_moment` usually has a cheaper way; gradients of single examples need the
+        ``activation_moment()`` usually has a cheaper way; gradients of single examples need the
         rows themselves.
         """
         raise NotImplementedError(
@@ -105,7 +105,7 @@ class MatrixLayer(Layer):
     ) -> Tensor:
         """Return Σ_t Ds_t (1, a_t) of each example, (examples, groups, I, n).
 
-        The source is what :meth:`row_source` returns, example by example; it may be ``None`` if the
+        The source is what ``row_source()`` returns, example by example; it may be ``None`` if the
         weight is not trained.
         """
         trained = self.trained()
@@ -127,7 +127,7 @@ class MatrixLayer(Layer):
         """Return the boundary counts β summed over a call's rows, (1 + |D|, 1 + |D|).
 
         Entry (d, d′) counts the rows that see a pixel at both kernel offsets; see
-        :mod:`kfc.moments.stationary`. By default there is one offset, which always sees one.
+        ``kfc.moments.stationary``. By default there is one offset, which always sees one.
         """
         rows = self.derivative_rows(outputs).shape[1]
         return inputs.new_full((2, 2), rows, dtype=self.dtype)
@@ -138,7 +138,7 @@ class MatrixLayer(Layer):
 
     @abstractmethod
     def weight_from_matrix(self, matrix: Tensor) -> Tensor:
-        """Invert :meth:`weight_to_matrix`."""
+        """Invert ``weight_to_matrix()``."""
 
     def to_matrix(self, tensors: dict[str, Tensor]) -> Tensor:
         """Return tensors shaped like the bias and the weight, by role, as (groups, I, n)."""
@@ -150,7 +150,7 @@ class MatrixLayer(Layer):
         return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 
     def from_matrix(self, matrix: Tensor) -> dict[str, Tensor]:
-        """Invert :meth:`to_matrix` for the trained parameters."""
+        """Invert ``to_matrix()`` for the trained parameters."""
         trained, result = self.trained(), {}
         if "bias" in trained:
             result["bias"] = matrix[:, :, 0].reshape(-1)
@@ -161,7 +161,8 @@ class MatrixLayer(Layer):
 
     def factor_sizes(self) -> tuple[int, int]:
         """Return (n, I), the widths of Ω and Γ, for the parameters trained now."""
-        _, rows, columns = self.weight_to_matrix(self.weight).shape
+        shape_only = torch.empty(self.weight.shape, device="meta")
+        _, rows, columns = self.weight_to_matrix(shape_only).shape
         trained = self.trained()
         return ("bias" in trained) + ("weight" in trained) * columns, rows
 

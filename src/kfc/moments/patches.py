@@ -216,7 +216,7 @@ def correlation_pays(inputs: Tensor, window: Window) -> bool:
 def moment_by_correlation(inputs: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     """Return Σ patchᵀ patch, (groups, n, n), from autocorrelations, and whether it is accurate.
 
-    See :mod:`kfc.moments.correlation`.
+    See ``kfc.moments.correlation``.
     """
     axes = window.axes(inputs.shape[2:])
     strided = max(window.stride) > 1

@@ -35,7 +35,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
 
     Args:
         engine: the curvature; closed if anything here fails.
-        defaults, groups, fallback_lr: see :func:`kfc.optimizers.groups.build_groups`.
+        defaults, groups, fallback_lr: see ``kfc.optimizers.groups.build_groups``.
         averaging_timescale: τ of the averaged parameters.
     """
 
@@ -71,7 +71,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
     def diagnostics(self) -> dict[str, Any]:
         """A dict of numbers about the last steps.
 
-        It has the entries of :attr:`kfc.Preconditioner.diagnostics` and :attr:`step_diagnostics`.
+        It has the entries of ``kfc.Preconditioner.diagnostics`` and ``step_diagnostics``.
         """
         return {**super().diagnostics, **self.step_diagnostics}
 

@@ -122,7 +122,7 @@ class NormClip:
 
     @staticmethod
     def check_state(state: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` unless the state is one that :meth:`state_dict` returns."""
+        """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
         expected = asdict(ClipState())
         require_keys("clip state", state, expected)
         for name, example in expected.items():

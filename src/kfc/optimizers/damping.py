@@ -42,7 +42,7 @@ class ModelDamping:
         return True
 
     def snapshot(self) -> float:
-        """Return the state, to be passed to :meth:`restore`."""
+        """Return the state, to be passed to ``restore()``."""
         return self.value
 
     def restore(self, value: float) -> None:
@@ -101,7 +101,7 @@ class FactorDamping:
         self._chosen = value
 
     def snapshot(self) -> float:
-        """Return the state, to be passed to :meth:`restore`."""
+        """Return the state, to be passed to ``restore()``."""
         return self._chosen
 
     def restore(self, value: float) -> None:

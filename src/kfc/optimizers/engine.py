@@ -37,14 +37,14 @@ MOST_SKIPPED_IN_A_ROW = 10
 class Engine:
     """Statistics, inverses and natural gradients of one model.
 
-    A step calls, in this order, :meth:`begin_step`, :meth:`update_`, :meth:`refresh_inverses`,
-    :meth:`solve_` and :meth:`end_step`, or :meth:`skip_step` instead of the rest.
+    A step calls, in this order, ``begin_step()``, ``update_()``, ``refresh_inverses()``,
+    ``solve_()`` and ``end_step()``, or ``skip_step()`` instead of the rest.
 
     Args:
         norm_rate: the expected number of exact Fisher norms per step, for a budget.
         averaging_timescale: τ of the averaged parameters, which may determine ξ.
 
-    The other arguments are those of :class:`kfc.Preconditioner`.
+    The other arguments are those of ``kfc.Preconditioner``.
 
     Attributes:
         model: the model without its DDP wrapper.

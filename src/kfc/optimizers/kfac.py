@@ -44,16 +44,16 @@ class KFAC(CurvatureOptimizer):
     factors, adapts to make the model's minimum as low as possible.
 
     Args:
-        model: the network; its layers are found by type (see :meth:`describe`).
+        model: the network; its layers are found by type (see ``describe()``).
         weight_decay: the coefficient of ½‖θ‖² in the objective.
         adaptation: which of α, μ, λ and γ are adapted, and how.
         clip: C, a limit on the Fisher norm of α times the natural gradient; ``None``: no limit.
-        averaging_timescale: as in :class:`kfc.KFC`.
-        groups: ``weight_decay``, and ``lr`` if the adaptation fixes it, as in :class:`kfc.KFC`.
+        averaging_timescale: as in ``kfc.KFC``.
+        groups: ``weight_decay``, and ``lr`` if the adaptation fixes it, as in ``kfc.KFC``.
         schedule: the periods of statistics and inverses. By default statistics are gathered in
             every step, which costs little compared with the quadratic model.
 
-    The other arguments are those of :class:`kfc.Preconditioner`.
+    The other arguments are those of ``kfc.Preconditioner``.
     """
 
     def __init__(

@@ -33,14 +33,14 @@ class KFC(CurvatureOptimizer):
     ...     optimizer.step()
 
     Args:
-        model: the network; its layers are found by type (see :meth:`describe`).
+        model: the network; its layers are found by type (see ``describe()``).
         lr: α, the learning rate.
         momentum: μ, the momentum.
         weight_decay: λ, the coefficient of ½‖θ‖² in the objective; it enters the gradient and the
             damping.
         damping: γ, added to λ in the damping √(λ + γ) of the factors. A bias is damped by the λ and
             γ of its own group.
-        clip: C, a limit on the Fisher norm of an update: a number, a :class:`kfc.FisherClip`, or
+        clip: C, a limit on the Fisher norm of an update: a number, a ``kfc.FisherClip``, or
             ``None`` for no limit.
         averaging_timescale: τ, the timescale of the averaged parameters in updates; ``None``: no
             averaging. The paper uses the number of mini-batches in the data set.
@@ -50,7 +50,7 @@ class KFC(CurvatureOptimizer):
         fallback_lr: the learning rate of parameters without a Fisher block, which follow their
             plain gradient; by default ``lr``.
 
-    The other arguments are those of :class:`kfc.Preconditioner`.
+    The other arguments are those of ``kfc.Preconditioner``.
     """
 
     def __init__(

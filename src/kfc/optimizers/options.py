@@ -41,7 +41,7 @@ def resolve_clip(clip: FisherClip | float | None) -> FisherClip | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptation:
-    """Options for the numbers that :class:`kfc.KFAC` adapts, each of which can be fixed.
+    """Options for the numbers that ``kfc.KFAC`` adapts, each of which can be fixed.
 
     Args:
         lr: a fixed learning rate α; ``None``: chosen in every step.

@@ -31,7 +31,7 @@ class Preconditioner(CurvatureAccess):
         model: the network. Hooks gather statistics whenever it runs in training mode.
         damping: δ, added to the curvature (λ + γ in the paper).
         likelihood: the distribution that the outputs parametrise and the loss assumes:
-            ``"categorical"``, ``"bernoulli"``, ``"gaussian"``, a :class:`kfc.Likelihood`, or
+            ``"categorical"``, ``"bernoulli"``, ``"gaussian"``, a ``kfc.Likelihood``, or
             ``"auto"``: chosen from the derivative of the loss in the first backward pass. If the
             loss is a sum of losses of several outputs, a dict with the likelihood of each.
         output: selects the outputs from what the model returns, if that is not a tensor: a tensor,
@@ -41,11 +41,11 @@ class Preconditioner(CurvatureAccess):
             global generator is not used.
         curvature: how the Fisher blocks of linear and convolutional layers are approximated:
             ``"kfc"``, ``"sua"``, ``"prong"``, ``"ekfac"``, ``"diagonal"``, or one of the objects
-            :class:`kfc.Kronecker`, :class:`kfc.SUA`, :class:`kfc.PRONG`, :class:`kfc.EKFAC`,
-            :class:`kfc.Diagonal` with options.
-        schedule: when statistics and inverses are refreshed: :class:`kfc.Periods` or
-            :class:`kfc.Budget`.
-        parallel: how ranks divide the work, and asynchronous inverses: :class:`kfc.Parallel`.
+            ``kfc.Kronecker``, ``kfc.SUA``, ``kfc.PRONG``, ``kfc.EKFAC``,
+            ``kfc.Diagonal`` with options.
+        schedule: when statistics and inverses are refreshed: ``kfc.Periods`` or
+            ``kfc.Budget``.
+        parallel: how ranks divide the work, and asynchronous inverses: ``kfc.Parallel``.
     """
 
     def __init__(

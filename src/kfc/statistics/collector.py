@@ -39,7 +39,7 @@ MAX_WAITING, MAX_UNUSED = 4, 1024
 class Collector:
     """Collects statistics from the forward passes between two steps.
 
-    :class:`~kfc.statistics.hooks.ModelHooks` report to it. If statistics are due, the user's
+    ``ModelHooks`` report to it. If statistics are due, the user's
     backward pass begins with one to the pre-activations, with targets drawn from the model.
 
     Args:
@@ -114,7 +114,7 @@ class Collector:
             self._observations[:] = waiting
 
     def expected(self) -> dict[str, Any]:
-        """Return what the next step should have in common with the last, for :meth:`expect`."""
+        """Return what the next step should have in common with the last, for ``expect()``."""
         return {"examples": self._expected_examples, "loss_scale": float(self._loss_scale)}
 
     def expect(self, examples: int | None, loss_scale: float) -> None:

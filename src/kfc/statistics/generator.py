@@ -37,7 +37,7 @@ class OwnGenerator:
         return {"seed": self.seed, "device": device, "state": state}
 
     def check_state(self, saved: object) -> None:
-        """Raise ``ValueError`` unless the state is one that :meth:`state_dict` returns."""
+        """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
         require_keys("generator state", saved, ("seed", "device", "state"))
         assert isinstance(saved, Mapping)
         require_whole("the generator's seed", saved["seed"], low=None)

@@ -1,6 +1,6 @@
 """Hooks that record what flows through the layers while the model runs.
 
-A hook on the model opens a :class:`RecordedPass` if the collector wants statistics from this
+A hook on the model opens a ``RecordedPass`` if the collector wants statistics from this
 forward pass; hooks on the layers record their calls in it; a second hook passes it and the
 model's output to the collector. Nothing is recorded in evaluation mode, without gradients, outside
 the model's own forward (as when checkpointing recomputes a part of it), or while suspended.
@@ -100,7 +100,7 @@ class ModelHooks:
 
 
 class _Hook:
-    """Calls a method of a :class:`ModelHooks` object without keeping it alive.
+    """Calls a method of a ``ModelHooks`` object without keeping it alive.
 
     A copied or unpickled model carries inert copies, so that it does not feed the original's
     optimizer.

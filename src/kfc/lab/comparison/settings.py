@@ -26,7 +26,7 @@ class Comparison:
     """Several methods that are trained on the same problem.
 
     Attributes:
-        settings: options of all runs, as :func:`make_config` takes them.
+        settings: options of all runs, as ``make_config`` takes them.
         methods: by name, the options of one method; ``lr`` may be a list of candidates.
         train_errors, test_errors, train_losses: goals of the final table; errors in percent.
     """
@@ -178,7 +178,7 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def write_specification(folder: Path, comparison: Comparison) -> None:
-    """Create the folder of a comparison, for :func:`read_specification`."""
+    """Create the folder of a comparison, for ``read_specification``."""
     create_folder(folder, SPECIFICATION, asdict(comparison))
 
 

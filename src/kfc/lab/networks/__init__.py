@@ -35,7 +35,7 @@ class Network:
         weight_costs: the paper's λ by parameter name.
         inputs: the form of the inputs for its default initialisation: ``"centred"`` (pixels minus
             their mean), ``"normalised"`` (zero mean and unit variance) or ``"unit"`` (0 to 1).
-        task: a name in :data:`kfc.lab.components.TASKS`.
+        task: a name in ``kfc.lab.components.TASKS``.
     """
 
     make: Callable[[int, int], nn.Module]
@@ -77,7 +77,7 @@ def build(
     """Return a network whose weights depend on the seed only, not on the global random state.
 
     Args:
-        name: a name in :data:`NETWORKS`, or ``"module:function"`` for a function of the user
+        name: a name in ``NETWORKS``, or ``"module:function"`` for a function of the user
             without arguments; the current directory is importable.
         image: (channels, height, width).
         init: the initialisation; ``None`` for the network's default, or the user's own.
