@@ -31,8 +31,12 @@ def small_net() -> nn.Sequential:
     )
 
 
-def dense_algorithm_1(model, batches, *, lr, momentum, clip):
-    """Run Algorithm 1 with dense matrices; return (parameters, average, ν) after every step."""
+def dense_algorithm_1(model, batches, *, lr, momentum, clip, loss_bound=None):
+    """Run Algorithm 1 with dense matrices.
+
+    Return (parameters, average, ν, promised decrease / excess) after every step; the last two are
+    those before the step was shortened.
+    """
     layers = [(0, nn.Sequential(*model[1:])), (4, nn.Identity())]
     factors, inverses, history = {}, {}, []
     theta = list(model.parameters())
@@ -65,11 +69,13 @@ def dense_algorithm_1(model, batches, *, lr, momentum, clip):
                     )
                 )
         model.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        update = []
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        update, slopes = [], []
         for index, _ in layers:
             layer = model[index]
             gradients = [p.grad + LAMBDA * p.detach() for p in (layer.weight, layer.bias)]
+            slopes += gradients
             matrix = torch.cat([gradients[1][:, None], gradients[0].flatten(1)], dim=1)
             natural = inverses[index] @ matrix.T.flatten()
             natural = natural.reshape(matrix.T.shape).T
@@ -79,31 +85,48 @@ def dense_algorithm_1(model, batches, *, lr, momentum, clip):
         norm = v @ exact_fisher(model, quarter, cross_entropy()) @ v + LAMBDA * v @ v
         if clip is not None and norm > clip:
             update = [u / (norm / clip).sqrt() for u in update]
-        zeta = math.exp(-1 / TAU)
+        zeta, factor = math.exp(-1 / TAU), 1.0
+        steps = [momentum * m + u for m, u in zip(velocity, update, strict=True)]
+        promise = -sum((g * s).sum() for g, s in zip(slopes, steps, strict=True))
+        objective = loss + 0.5 * LAMBDA * sum(p.square().sum() for p in theta)
+        ratio = (promise / objective).item()
+        if loss_bound is not None and ratio > loss_bound:
+            factor = loss_bound / ratio
         with torch.no_grad():
-            for p, m, u, a in zip(theta, velocity, update, average, strict=True):
-                m.mul_(momentum).add_(u)
+            for p, m, s, a in zip(theta, velocity, steps, average, strict=True):
+                m.copy_(factor * s)
                 p.add_(m)
                 a.mul_(zeta).add_((1 - zeta) * p)
         history.append(
-            ([p.detach().clone() for p in theta], [a.clone() for a in average], float(norm))
+            (
+                [p.detach().clone() for p in theta],
+                [a.clone() for a in average],
+                float(norm),
+                ratio,
+            )
         )
     return history
 
 
 @pytest.mark.parametrize("lr", [0.05, 0.3])
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
-def test_ten_steps_equal_the_dense_transcription(lr, momentum):
+@pytest.mark.parametrize("bounded", [False, True])
+def test_ten_steps_equal_the_dense_transcription(lr, momentum, bounded):
     model = small_net()
     mine = copy.deepcopy(model)
     batches = [(torch.randn(6, 1, 5, 5), torch.randint(3, (6,))) for _ in range(10)]
     options = {"lr": lr, "momentum": momentum}
-    norms = [n for *_, n in dense_algorithm_1(copy.deepcopy(model), batches, **options, clip=None)]
-    clip = sorted(norms)[5]
-    history = dense_algorithm_1(model, batches, **options, clip=clip)
-    clipped = [norm > clip for *_, norm in history]
-    assert any(clipped)
-    assert not all(clipped)
+    free = dense_algorithm_1(copy.deepcopy(model), batches, **options, clip=None)
+    clip = sorted(norm for _, _, norm, _ in free)[5]
+    loss_bound = sorted(ratio for *_, ratio in free)[5] if bounded else None
+    history = dense_algorithm_1(model, batches, **options, clip=clip, loss_bound=loss_bound)
+    clipped = [norm > clip for _, _, norm, _ in history]
+    bounds = sum(ratio > loss_bound for *_, ratio in history) if bounded else 0
+    if bounded:
+        assert bounds
+    else:
+        assert any(clipped)
+        assert not all(clipped)
     optimizer = kfc.KFC(
         mine,
         **options,
@@ -111,10 +134,10 @@ def test_ten_steps_equal_the_dense_transcription(lr, momentum):
         weight_decay=LAMBDA,
         damping=GAMMA,
         curvature=kfc.Kronecker(factor_decay=DECAY, fisher="exact"),
-        clip=kfc.FisherClip(clip, period=1),
+        clip=kfc.FisherClip(clip, period=1, loss_bound=loss_bound),
         averaging_timescale=TAU,
     )
-    for (x, y), (parameters, averages, norm) in zip(batches, history, strict=True):
+    for (x, y), (parameters, averages, norm, _) in zip(batches, history, strict=True):
         optimizer.zero_grad()
         F.cross_entropy(mine(x), y).backward()
         optimizer.step()
@@ -122,6 +145,7 @@ def test_ten_steps_equal_the_dense_transcription(lr, momentum):
         torch.testing.assert_close([p.detach() for p in mine.parameters()], parameters)
         with optimizer.averaged_parameters():
             torch.testing.assert_close([p.detach() for p in mine.parameters()], averages)
+    assert optimizer.diagnostics.get("loss_bounds", 0) == bounds
 
 
 @pytest.mark.parametrize("known", ["loss", "likelihood"])

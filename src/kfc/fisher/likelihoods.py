@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 
 from kfc._helpers import at_least_float32, require_choice, require_number, require_whole
-from kfc.fisher.reading import Reading, read_bernoulli, read_categorical
+from kfc.fisher.reading import (
+    Reading,
+    excess_of_categories,
+    read_bernoulli,
+    read_categorical,
+)
 
 Reduction = Literal["mean", "batchmean", "sum"]
 REDUCTIONS = ("mean", "batchmean", "sum")
@@ -81,6 +86,15 @@ class Likelihood(ABC):
 
     def read(self, outputs: Tensor, derivative: Tensor) -> Reading | None:
         """Return the weights of the terms from the loss's derivative; ``None`` if it cannot."""
+        return None
+
+    def excess(self, outputs: Tensor, derivative: Tensor, weights: Weights) -> Tensor | None:
+        """Return the loss minus the least it could be for these targets; ``None`` if unknown.
+
+        Args:
+            derivative: the derivative of the loss in the outputs, which determines the targets.
+            weights: c of the terms.
+        """
         return None
 
     def check_shape(self, outputs: Tensor) -> None:  # noqa: B027 - any shape fits by default
@@ -177,6 +191,9 @@ class Categorical(Likelihood):
     def read(self, outputs: Tensor, derivative: Tensor) -> Reading:
         return read_categorical(outputs, derivative, self.axis)
 
+    def excess(self, outputs: Tensor, derivative: Tensor, weights: Weights) -> Tensor:
+        return excess_of_categories(outputs, derivative, torch.as_tensor(weights), self.axis)
+
     def term_sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         # Gumbel-argmax, because multinomial would raise on NaN inside the user's forward.
         noise = torch.empty_like(outputs).exponential_(generator=generator).log_()
@@ -237,6 +254,12 @@ class Bernoulli(_Elementwise):
     def read(self, outputs: Tensor, derivative: Tensor) -> Reading:
         return read_bernoulli(outputs, derivative)
 
+    def excess(self, outputs: Tensor, derivative: Tensor, weights: Weights) -> Tensor:
+        # Two classes with logits 0 and z.
+        logits = torch.stack([torch.zeros_like(outputs), outputs])
+        derivatives = torch.stack([-derivative, derivative])
+        return excess_of_categories(logits, derivatives, torch.as_tensor(weights), 0)
+
     def element_fisher(self, outputs: Tensor) -> Tensor:
         probabilities = outputs.sigmoid()
         return probabilities * (1 - probabilities)
@@ -270,6 +293,12 @@ class Gaussian(_Elementwise):
 
     def element_fisher(self, outputs: Tensor) -> Tensor:
         return torch.full_like(outputs, 1 / self.variance)
+
+    def excess(self, outputs: Tensor, derivative: Tensor, weights: Weights) -> Tensor:
+        # A term c (o - y)² / (2 variance) has the derivative c (o - y) / variance.
+        g = at_least_float32(derivative)
+        c = torch.as_tensor(weights).to(g)
+        return (0.5 * self.variance * g.square() / torch.where(c > 0, c, 1)).sum()
 
     def term_sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         # (target - output) / variance with target - output ~ N(0, variance). Adding zero times the

@@ -100,3 +100,22 @@ def read_bernoulli(outputs: Tensor, derivative: Tensor) -> Reading:
     on, off = z.sigmoid().clamp_min(tiny), z.neg().sigmoid().clamp_min(tiny)
     weights = torch.where(g < 0, -g / off, g / on)
     return Reading(weights, weights == 0)
+
+
+def excess_of_categories(outputs: Tensor, derivative: Tensor, weights: Tensor, axis: int) -> Tensor:
+    """Return Σ c KL(y‖p), the loss minus the least it could be for these targets; a scalar.
+
+    The targets follow from the derivative: y = p - g/c, or -g/c for log-probabilities.
+
+    Args:
+        weights: c of the terms, which broadcasts to the outputs.
+    """
+    log_p = at_least_float32(outputs).log_softmax(axis)
+    p, c = log_p.exp(), weights.to(log_p)
+    ratio = derivative.to(p) / torch.where(c > 0, c, 1)
+    is_logit = (ratio > 0).any(axis, keepdim=True)
+    y = (torch.where(is_logit, p, 0) - ratio).clamp_min(0)
+    y = y / y.sum(axis, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
+    divergence = (torch.special.xlogy(y, y) - y * log_p).sum(axis, keepdim=True)
+    total: Tensor = (c * divergence.clamp_min(0)).sum()
+    return total

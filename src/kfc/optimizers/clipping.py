@@ -53,6 +53,7 @@ class NormClip:
     """Decides by how much an update is shortened."""
 
     def __init__(self, options: FisherClip) -> None:
+        assert options.limit is not None
         self.limit = options.limit
         self.fraction = options.fraction
         self.period = options.period

@@ -13,6 +13,7 @@ from kfc.curvature.options import CurvatureChoice
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.base import CurvatureOptimizer
+from kfc.optimizers.bound import LossBound, excess_loss, inner_product
 from kfc.optimizers.clipping import NormClip
 from kfc.optimizers.engine import Engine, check_version
 from kfc.optimizers.groups import require_hyper_parameters
@@ -40,8 +41,8 @@ class KFC(CurvatureOptimizer):
             damping.
         damping: γ, added to λ in the damping √(λ + γ) of the factors. A bias is damped by the λ and
             γ of its own group.
-        clip: C, a limit on the Fisher norm of an update: a number, a ``kfc.FisherClip``, or
-            ``None`` for no limit.
+        clip: limits on the size of an update: a ``kfc.FisherClip``, or a number, which is C, the
+            limit on the Fisher norm of an update. ``None``: no limit; training can then diverge.
         averaging_timescale: τ, the timescale of the averaged parameters in updates; ``None``: no
             averaging. The paper uses the number of mini-batches in the data set.
         groups: options for some parameters, as ``{"prefix": "conv1", "lr": 1e-3}`` or
@@ -82,8 +83,10 @@ class KFC(CurvatureOptimizer):
         require_hyper_parameters(defaults)
         if fallback_lr is not None:
             require_number("fallback_lr", fallback_lr)
-        limit = resolve_clip(clip)
-        self._clip = None if limit is None else NormClip(limit)
+        limits = resolve_clip(clip)
+        self._clip = NormClip(limits) if limits and limits.limit is not None else None
+        share = limits.loss_bound if limits else None
+        self._bound = None if share is None else LossBound(share)
         engine = Engine(
             model,
             likelihood=likelihood,
@@ -135,7 +138,9 @@ class KFC(CurvatureOptimizer):
         self._scale_(update, factor)
         with self.engine.schedule.timed("update"):
             self._start_averages()  # θ̄ begins at θ₀
-            self._move_(update, self.engine.in_doubt)  # m ← μm + v; θ ← θ + m
+            steps = self._add_momentum_(update)  # m ← μm + v
+            self._bound_loss_(steps, gradients, loss)  # m ← m κE / (-∇hᵀm) if -∇hᵀm > κE
+            self._move_(steps, update)  # θ ← θ + m
             self._update_averages(self.engine.in_doubt)  # θ̄ ← ζθ̄ + (1 - ζ)θ, ζ = exp(-1/τ)
         self.engine.end_step()
         return loss
@@ -222,46 +227,81 @@ class KFC(CurvatureOptimizer):
 
     # Momentum and parameters
 
-    def _move_(self, update: Vector, bad: Tensor | None) -> None:
-        """Add the update to the momentum and the momentum to the parameters.
+    def _add_momentum_(self, update: Vector) -> Vector:
+        """Update the momentum, m ← μ m + v, and return it; without momentum, m is v.
 
-        Args:
-            bad: a boolean scalar; if true, momentum and parameters stay as they are. ``None``: the
-                step is known to be good.
+        If the step in progress is bad, v becomes zero and m stays as it is.
         """
+        steps: Vector = {}
         for group, parameters, names in self._by_group(update):
-            steps = [update[name] for name in names]
-            here = None if bad is None else moved(bad, steps[0].device)
-            if here is not None:
-                for step in steps:
-                    step.masked_fill_(here, 0)
-            if group["momentum"]:
-                steps = self._add_momentum_(parameters, steps, group["momentum"], here)
-            torch._foreach_add_(parameters, steps)
+            values, momentum = [update[name] for name in names], float(group["momentum"])
+            bad = self._in_doubt_on(values[0].device)
+            if bad is not None:
+                for value in values:
+                    value.masked_fill_(bad, 0)
+            if momentum:
+                buffers = self._momentum_buffers(parameters)
+                if bad is None:
+                    torch._foreach_mul_(buffers, momentum)
+                else:
+                    wide = reduce(torch.promote_types, (b.dtype for b in buffers), torch.float32)
+                    one = torch.ones((), dtype=wide, device=bad.device)
+                    torch._foreach_mul_(buffers, torch.where(bad, one, momentum * one))
+                torch._foreach_add_(buffers, values)
+                values = buffers
+            steps.update(zip(names, values, strict=True))
+        return steps
 
-    def _add_momentum_(
-        self, parameters: list[Tensor], update: list[Tensor], momentum: float, bad: Tensor | None
-    ) -> list[Tensor]:
-        """Update the momentum buffers, m ← μ m + v, and return the step to take.
-
-        The step may take the memory of the update.
-        """
+    def _momentum_buffers(self, parameters: list[Tensor]) -> list[Tensor]:
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-        if bad is None:
-            torch._foreach_mul_(buffers, momentum)
-            torch._foreach_add_(buffers, update)
-            return buffers
-        # v is zero if the step is bad; then neither m nor the parameters may change.
-        wide = reduce(torch.promote_types, (b.dtype for b in buffers), torch.float32)
-        one = torch.ones((), dtype=wide, device=bad.device)
-        torch._foreach_mul_(buffers, torch.where(bad, one, momentum * one))
-        torch._foreach_add_(buffers, update)
-        torch._foreach_copy_(update, buffers)
-        torch._foreach_mul_(update, torch.where(bad, 0 * one, one))
-        return update
+        return [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+
+    def _bound_loss_(self, steps: Vector, gradients: Vector, loss: Any) -> None:
+        """Shorten the steps m, in place, if -∇hᵀm is more than κ times the objective's excess.
+
+        Args:
+            gradients: gradients of the loss.
+            loss: what the closure returned, if there is one.
+        """
+        if self._bound is None or not steps:
+            return
+        with self.engine.full_precision():
+            excess = excess_loss(self.engine, loss if isinstance(loss, Tensor) else None)
+            promise = torch.zeros_like(excess)
+            for group, parameters, names in self._by_group(steps):
+                values = [steps[name] for name in names]
+                slope = inner_product([gradients[name] for name in names], values)
+                decay = float(group["weight_decay"])
+                if decay:  # ∇h and E contain the penalty ½λ‖θ‖²
+                    slope = slope + decay * inner_product(parameters, values)
+                    penalty = 0.5 * decay * inner_product(parameters, parameters)
+                    excess = excess + moved(penalty, excess.device)
+                promise = promise - moved(slope, promise.device)
+            factor = self._bound.factor(promise, excess)
+            bad = self._in_doubt_on(factor.device)
+            self._scale_(steps, factor if bad is None else torch.where(bad, 1.0, factor))
+
+    def _move_(self, steps: Vector, spare: Vector) -> None:
+        """Add the steps to the parameters, unless the step in progress is bad.
+
+        Args:
+            spare: tensors like the steps, whose memory may be used.
+        """
+        for _, parameters, names in self._by_group(steps):
+            values = [steps[name] for name in names]
+            bad = self._in_doubt_on(values[0].device)
+            if bad is not None:
+                moves = [spare[name] for name in names]
+                torch._foreach_copy_(moves, values)
+                torch._foreach_mul_(moves, torch.where(bad, 0.0, 1.0))
+                values = moves
+            torch._foreach_add_(parameters, values)
+
+    def _in_doubt_on(self, device: torch.device) -> Tensor | None:
+        """Return whether the step in progress is bad; ``None`` if it is known to be good."""
+        return None if self.engine.in_doubt is None else moved(self.engine.in_doubt, device)
 
     # What users see
 
@@ -271,7 +311,8 @@ class KFC(CurvatureOptimizer):
 
         ``fisher_norm``, ν when it was last computed; ``clip_factor`` of the last update;
         ``clip_evaluations``, how often ν was computed; ``clip_guards``, how often the estimate
-        shortened an update.
+        shortened an update; ``loss_bound_factor`` of the last step, and ``loss_bounds``, how often
+        the loss bound shortened a step.
         """
         known = {} if self._clip is None else self._clip.state_dict()
         return {
@@ -279,19 +320,25 @@ class KFC(CurvatureOptimizer):
             "clip_factor": known.get("factor", 1.0),
             "clip_evaluations": known.get("evaluations", 0),
             "clip_guards": known.get("guards", 0),
+            **({} if self._bound is None else self._bound.diagnostics()),
         }
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         clip = None if self._clip is None else self._clip.state_dict()
-        return {**super().state_dict(), "clip": clip}
+        bound = None if self._bound is None else self._bound.state_dict()
+        return {**super().state_dict(), "clip": clip, "loss_bound": bound}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         check_version(state_dict)
-        require_keys("optimizer state", state_dict, ("clip",))
+        parts = {"clip": self._clip, "loss_bound": self._bound}
+        require_keys("optimizer state", state_dict, parts)
         if state_dict["clip"] is not None:
             NormClip.check_state(state_dict["clip"])
+        if state_dict["loss_bound"] is not None:
+            LossBound.check_state(state_dict["loss_bound"])
         super().load_state_dict(state_dict)
-        if self._clip is not None and state_dict["clip"] is not None:
-            self._clip.load_state_dict(state_dict["clip"])
+        for name, part in parts.items():
+            if part is not None and state_dict[name] is not None:
+                part.load_state_dict(state_dict[name])

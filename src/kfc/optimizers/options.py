@@ -4,27 +4,41 @@ from dataclasses import dataclass, fields
 
 from kfc._helpers import require_number, require_whole
 
+# The default κ of the loss bound.
+LOSS_BOUND = 0.5
+
 
 @dataclass(frozen=True)
 class FisherClip:
-    """A limit on the Fisher norm of an update.
+    """Limits on the size of an update.
 
     Let ν = vᵀFv + λvᵀv for an update v, with the exact Fisher matrix F. If ν > C, v is divided by
     √(ν/C).
 
     Args:
-        limit: C.
+        limit: C; ``None``: no limit on ν.
         fraction: the part of the batch on which ν is computed.
         period: the number of steps between computations of ν, without clipping in between.
             ``None``: ν is computed as often as needed, and estimated in the other steps.
+        loss_bound: κ. To first order, no step may lower the objective by more than κ times its
+            excess on the batch, the objective minus the least it could be; longer steps are
+            shortened. ``None``: no bound, as in the paper; training can then diverge.
     """
 
-    limit: float = 0.3
+    limit: float | None = 0.3
     fraction: float = 0.25
     period: int | None = None
+    loss_bound: float | None = LOSS_BOUND
 
     def __post_init__(self) -> None:
-        require_number("the clip's limit", self.limit, positive=True)
+        if self.limit is not None:
+            require_number("the clip's limit", self.limit, positive=True)
+        elif (self.fraction, self.period) != (FisherClip.fraction, FisherClip.period):
+            raise ValueError("the clip's fraction and period have no effect without a limit")
+        elif self.loss_bound is None:
+            raise ValueError("a clip without limit and loss_bound has no effect; pass clip=None")
+        if self.loss_bound is not None:
+            require_number("loss_bound", self.loss_bound, positive=True)
         if self.fraction != 1:
             require_number("the clip's fraction", self.fraction, below=1, positive=True)
         if self.period is not None:
@@ -54,6 +68,7 @@ class Adaptation:
             the paper.
         max_momentum: a bound on a chosen momentum, |μ| ≤ ``max_momentum``; ``None``: no bound, as
             in the paper.
+        loss_bound: κ, as in ``kfc.FisherClip``; ``None``: no bound, as in the paper.
         initial_model_damping: the initial λ if it adapts. γ starts at √(λ + weight decay),
             with the largest weight decay of all groups, and is never adapted to less.
         model_damping_period: the number of steps between adaptations of λ. Each evaluates the loss
@@ -72,6 +87,7 @@ class Adaptation:
     factor_damping: float | None = None
     max_lr: float | None = 1.0
     max_momentum: float | None = 1.0
+    loss_bound: float | None = LOSS_BOUND
     # The 150 of the K-FAC paper is for a loss summed over 784 pixels.
     initial_model_damping: float = 0.01
     model_damping_period: int = 5
@@ -85,7 +101,7 @@ class Adaptation:
                 require_number(name, getattr(self, name))
         if self.momentum is not None:
             require_number("momentum", self.momentum, below=1)
-        for name in ("max_lr", "max_momentum"):
+        for name in ("max_lr", "max_momentum", "loss_bound"):
             if getattr(self, name) is not None:
                 require_number(name, getattr(self, name), positive=True)
         require_number("initial_model_damping", self.initial_model_damping, positive=True)

@@ -48,6 +48,7 @@ class Collector:
 
     Attributes:
         buffers: the model's buffers before the first forward pass since the last step.
+        loss_scale: the factor of the loss that gradients do not have; known once a step begins.
         records_random_state: whether passes will be run again from their initial random state.
         started: when the first forward pass since the last step began.
         is_guess: whether weights were assumed before the examples of a step were known.
@@ -68,7 +69,7 @@ class Collector:
         self.generator = OwnGenerator(seed)
         self.buffers = BufferGuard(model)
         self._observations: list[Observation] = []
-        self._loss_scale: float | Tensor = 1.0
+        self.loss_scale: float | Tensor = 1.0
         self._expected_examples: int | None = None
         self.is_guess = False
         self._is_gathering = False
@@ -115,10 +116,10 @@ class Collector:
 
     def expected(self) -> dict[str, Any]:
         """Return what the next step should have in common with the last, for ``expect()``."""
-        return {"examples": self._expected_examples, "loss_scale": float(self._loss_scale)}
+        return {"examples": self._expected_examples, "loss_scale": float(self.loss_scale)}
 
     def expect(self, examples: int | None, loss_scale: float) -> None:
-        self._expected_examples, self._loss_scale = examples, loss_scale
+        self._expected_examples, self.loss_scale = examples, loss_scale
 
     @contextmanager
     def estimation(self, *, has_loss: bool) -> Iterator[None]:
@@ -253,8 +254,8 @@ class Collector:
         if recorded is None or likelihood is None or self._fisher == "empirical":
             return
         if not (is_first or loss.is_read):
-            return  # as in _weights_by_pass
-        examples, scale = observation.examples, self._loss_scale
+            return  # as in weights_by_pass
+        examples, scale = observation.examples, self.loss_scale
         if self._estimating:
             scale = 1.0
         elif self._expected_examples is not None:
@@ -334,20 +335,20 @@ class Collector:
 
         Those of several backward passes are added.
         """
-        scale = self._loss_scale if self.losses.is_summed else 1.0
+        scale = self.loss_scale if self.losses.is_summed else 1.0
         return {
-            name: sum(self._weights_by_pass(observation, name)) / scale
+            name: sum(self.weights_by_pass(observation, name)) / scale
             for name in observation.derivatives
         }
 
-    def _weights_by_pass(self, observation: Observation, name: str) -> list[Weights]:
+    def weights_by_pass(self, observation: Observation, name: str) -> list[Weights]:
         """Return the weights of an output, with the loss scale, for each backward pass."""
         derivatives = observation.derivatives[name]
         if not self.losses.by_name[name].is_read:
             derivatives = derivatives[:1]  # they have one curvature, as far as can be told
         outputs, examples = observation.outputs[name], count_examples(self.observations)
         return [
-            self.losses.weights(name, outputs, derivative, examples, self._loss_scale)
+            self.losses.weights(name, outputs, derivative, examples, self.loss_scale)
             for derivative in derivatives
         ]
 
@@ -359,7 +360,7 @@ class Collector:
         Args:
             loss_scale: the factor of the user's loss that its gradients do not have any more.
         """
-        self._loss_scale = loss_scale
+        self.loss_scale = loss_scale
         self._expected_examples = count_examples(self.observations) or None
         for observation in self.observations:
             self._add_moments(observation, *self._end_gathering(observation))
@@ -384,12 +385,12 @@ class Collector:
         They are c times those of the log-likelihood; sqrt(c N) is needed. If the weights differ,
         the scale is right for derivatives of one size.
         """
-        by_output = [self._weights_by_pass(observation, name) for name in observation.derivatives]
+        by_output = [self.weights_by_pass(observation, name) for name in observation.derivatives]
         scale = scale_of_squares(chain(*by_output))
         if self.losses.is_summed:
             return scale  # the weights contain the loss scale
         examples = count_examples(self.observations)
-        return scale * examples**2 / observation.examples / float(self._loss_scale) ** 2
+        return scale * examples**2 / observation.examples / float(self.loss_scale) ** 2
 
     def is_finite(self) -> bool:
         """Return whether what was collected so far is finite; waits for the device."""

@@ -1,0 +1,129 @@
+"""The loss bound: an update must not promise to lower the loss by more than it can fall.
+
+A confidently wrong example has a large gradient and almost no Fisher matrix, so that neither the
+factors nor the Fisher norm limit the update that it causes. But a loss that is bounded below cannot
+fall by more than its excess E, the loss minus the least it could be for the targets of the batch.
+To first order, a step m lowers the objective by -∇hᵀm. If this is more than κE, the step is
+multiplied by κE / (-∇hᵀm).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfc._helpers import at_least_float32, moved, require_keys, require_number, widest
+from kfc.optimizers.engine import Engine
+from kfc.statistics.observation import Observation, count_examples
+
+
+class LossBound:
+    """Limits the decrease of the objective that a step promises.
+
+    All of it stays on the device: the host does not wait.
+
+    Args:
+        share: κ.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._last: Tensor | float = 1.0
+        self._count: Tensor | int = 0
+
+    def factor(self, promise: Tensor, excess: Tensor) -> Tensor:
+        """Return the factor of a step, at most 1.
+
+        Args:
+            promise: -∇hᵀm, the decrease that the step m promises.
+            excess: E of the objective.
+        """
+        limit = self._share * moved(excess, promise.device).to(promise)
+        # Not so if one of them is NaN, which skips the step anyway.
+        is_exceeded = promise > limit
+        factor = torch.where(is_exceeded, limit / torch.where(is_exceeded, promise, 1), 1.0)
+        before = self._count
+        before = moved(before, promise.device) if isinstance(before, Tensor) else before
+        self._last, self._count = factor, before + is_exceeded.long()
+        return factor
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Return the last factor and the number of steps that were shortened; waits."""
+        return {"loss_bound_factor": float(self._last), "loss_bounds": int(self._count)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"factor": float(self._last), "count": int(self._count)}
+
+    @staticmethod
+    def check_state(state: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
+        require_keys("state of the loss bound", state, ("factor", "count"))
+        for name, value in state.items():
+            require_number(f"the loss bound's {name}", value)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._last, self._count = float(state["factor"]), int(state["count"])
+
+
+def excess_loss(engine: Engine, loss: Tensor | None = None) -> Tensor:
+    """Return E of the loss on the batch of a step: the loss minus the least it could be.
+
+    It follows from the derivatives of the loss in the outputs. With several ranks, the mean of
+    theirs, as in DistributedDataParallel.
+
+    Args:
+        loss: the loss, if the caller knows it. It is used if the derivatives do not tell the
+            excess, and if it is positive: its least value is then assumed to be zero.
+
+    Returns:
+        A scalar on the device; infinite if the excess is unknown.
+    """
+    observations, device = engine.collector.observations, engine.device
+    examples = count_examples(observations)
+    parts = [part for each in observations for part in _parts_of_pass(engine, each, examples)]
+    known = [moved(part, device).to(widest(device)) for part in parts if part is not None]
+    if parts and len(known) == len(parts):
+        total = torch.stack(known).sum()
+    else:
+        total = torch.full((), torch.inf, dtype=widest(device), device=device)
+        if loss is not None:
+            value = moved(loss.detach(), device).to(total).reshape(())
+            total = torch.where(value > 0, value, total)
+    return engine.reducer.mean_product(total, examples, is_summed=True)
+
+
+def _parts_of_pass(
+    engine: Engine, observation: Observation, examples: int
+) -> Iterator[Tensor | None]:
+    """Yield the excess for every derivative of a forward pass; ``None`` where it is unknown.
+
+    Args:
+        examples: the number of examples in the step.
+    """
+    collector = engine.collector
+    losses, scale = collector.losses, collector.loss_scale
+    for name, derivatives in observation.derivatives.items():
+        loss, outputs = losses.by_name[name], observation.outputs[name]
+        found = [each for each in derivatives if each is not None]
+        if loss.likelihood is None or len(found) < len(derivatives):
+            yield None
+            continue
+        if not loss.is_read:
+            found = [torch.stack(found).sum(0)]  # parts of one loss, as far as can be told
+        for derivative, weights in zip(
+            found, collector.weights_by_pass(observation, name), strict=True
+        ):
+            if not losses.is_summed:  # the weights are those of a step with this pass alone
+                weights = weights * (observation.examples / examples) * scale
+            excess = loss.likelihood.excess(outputs, derivative, weights)
+            yield None if excess is None else excess / scale
+
+
+def inner_product(vectors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    """Return Σ vᵀw over pairs of tensors on one device, in its widest dtype."""
+    products = [
+        (at_least_float32(vector) * other).sum(dtype=widest(vector.device))
+        for vector, other in zip(vectors, others, strict=True)
+    ]
+    return torch.stack(products).sum()

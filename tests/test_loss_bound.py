@@ -1,0 +1,198 @@
+"""The loss bound: the excess against losses computed directly, and what it does to training."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kfc
+from kfc.optimizers.bound import excess_loss
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def entropy(targets, axis=1):
+    return -torch.special.xlogy(targets, targets).sum(axis)
+
+
+def soft_targets(*shape, axis=1):
+    return torch.rand(*shape).softmax(axis)
+
+
+def network(outputs=4):
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, outputs))
+
+
+def excess_after(model, loss, *inputs, **options):
+    """Return E as the optimizer sees it after the backward pass of a loss."""
+    optimizer = kfc.KFC(model, **options)
+    loss(model(*inputs)).backward()
+    optimizer.engine.begin_step(optimizer.engine.gradients())
+    return float(excess_loss(optimizer.engine))
+
+
+LABELS = torch.tensor([0, 3, 1, 1, 2, 0, 3])
+CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5], dtype=torch.float64)
+BINARY = torch.tensor([[1.0, 0, 0, 1]] * 3 + [[0.0, 1, 1, 0]] * 4, dtype=torch.float64)
+REAL = torch.linspace(-3, 3, 28, dtype=torch.float64).reshape(7, 4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "excess", "options"),
+    [
+        (lambda o: F.cross_entropy(o, LABELS), None, {}),
+        (lambda o: 3 * F.cross_entropy(o, LABELS, CLASS_WEIGHTS, reduction="sum"), None, {}),
+        (lambda o: F.cross_entropy(o, LABELS, ignore_index=1), None, {}),
+        (lambda o: F.nll_loss(o.log_softmax(1), LABELS), None, {}),
+        (lambda o: F.binary_cross_entropy_with_logits(o, BINARY), None, {}),
+        (lambda o: F.mse_loss(o, REAL), None, {"likelihood": "gaussian"}),
+        (lambda o: 0.5 * F.mse_loss(o, REAL), None, {"likelihood": kfc.Gaussian(variance=1.0)}),
+        (
+            lambda o: F.cross_entropy(o, LABELS, label_smoothing=0.2),
+            lambda o: (
+                F.cross_entropy(o, LABELS, label_smoothing=0.2)
+                - entropy(0.8 * F.one_hot(LABELS, 4) + 0.05).mean()
+            ),
+            {},
+        ),
+    ],
+    ids=["mean", "class weights", "ignored", "nll", "bce", "mse", "half mse", "smoothed"],
+)
+def test_the_excess_is_the_loss_minus_its_least_value(loss, excess, options):
+    model, inputs = network(), torch.randn(7, 5)
+    expected = (excess or loss)(model(inputs)).item()
+    assert excess_after(model, loss, inputs, **options) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_excess_of_mixtures_of_classes():
+    model, inputs, targets = network(), torch.randn(7, 5), soft_targets(7, 4)
+    expected = F.kl_div(model(inputs).log_softmax(1), targets, reduction="batchmean").item()
+    found = excess_after(model, lambda o: F.cross_entropy(o, targets), inputs)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_excess_over_locations():
+    model = nn.Conv2d(2, 3, 3)
+    inputs, labels = torch.randn(4, 2, 6, 6), torch.randint(3, (4, 4, 4))
+    expected = F.cross_entropy(model(inputs), labels).item()
+    found = excess_after(model, lambda o: F.cross_entropy(o, labels), inputs)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "loss", "targets"),
+    [("auto", F.cross_entropy, LABELS), ("gaussian", F.mse_loss, REAL)],
+)
+def test_the_excess_of_micro_batches_is_that_of_the_batch(likelihood, loss, targets):
+    model, inputs = network(), torch.randn(7, 5)
+    optimizer = kfc.KFC(model, likelihood=likelihood)
+    expected = loss(model(inputs), targets).item()
+    for part in (slice(0, 5), slice(5, 7)):
+        count = part.stop - part.start
+        (loss(model(inputs[part]), targets[part]) * count / 7).backward()
+    optimizer.engine.begin_step(optimizer.engine.gradients())
+    assert float(excess_loss(optimizer.engine)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_excess_does_not_contain_the_loss_scale():
+    model, inputs = network(), torch.randn(7, 5)
+    optimizer = kfc.KFC(model)
+    expected = F.cross_entropy(model(inputs), LABELS).item()
+    (1024 * F.cross_entropy(model(inputs), LABELS)).backward()
+    optimizer.engine.begin_step(optimizer.engine.gradients(), 1024.0)
+    assert float(excess_loss(optimizer.engine)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_excess_of_several_outputs_is_their_sum():
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 4), nn.Linear(6, 4)
+
+        def forward(self, x):
+            hidden = self.body(x).tanh()
+            return {"a": self.a(hidden), "b": self.b(hidden)}
+
+    model, inputs = TwoHeads(), torch.randn(7, 5)
+
+    def loss(o):
+        return F.cross_entropy(o["a"], LABELS) + 0.3 * F.mse_loss(o["b"], REAL)
+
+    likelihoods = {"a": "categorical", "b": kfc.Gaussian(weight=0.3)}
+    expected = loss(model(inputs)).item()
+    found = excess_after(model, loss, inputs, likelihood=likelihoods)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+class Laplace(kfc.Gaussian):
+    """A likelihood of the user's own without an excess."""
+
+    def excess(self, outputs, derivative, weights):
+        return None
+
+
+def test_an_unknown_excess_is_the_closure_s_loss_or_infinite():
+    model, inputs = network(), torch.randn(7, 5)
+    optimizer = kfc.KFC(model, likelihood=Laplace())
+    loss = F.mse_loss(model(inputs), REAL)
+    loss.backward()
+    optimizer.engine.begin_step(optimizer.engine.gradients())
+    assert float(excess_loss(optimizer.engine)) == float("inf")
+    assert float(excess_loss(optimizer.engine, loss)) == pytest.approx(loss.item())
+    assert float(excess_loss(optimizer.engine, -loss)) == float("inf")
+
+
+def confident_model():
+    """Return a model and a batch with one confidently wrong example."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 4)
+    inputs = torch.randn(7, 5)
+    with torch.no_grad():
+        labels = (40 * model(inputs)).argmax(1)
+        model.weight.mul_(40)
+        model.bias.mul_(40)
+    labels[0] = (labels[0] + 1) % 4
+    return model, inputs, labels
+
+
+@pytest.mark.parametrize("bound", [0.25, 1.0])
+def test_a_confidently_wrong_example_does_not_cause_a_huge_step(bound):
+    model, inputs, labels = confident_model()
+    free = copy.deepcopy(model)
+    sizes = {}
+    for name, net, share in (("bounded", model, bound), ("free", free, None)):
+        before = [p.detach().clone() for p in net.parameters()]
+        loss = F.cross_entropy(net(inputs), labels)
+        clip = kfc.FisherClip(1e9, loss_bound=share)
+        optimizer = kfc.KFC(net, lr=0.1, clip=clip, schedule=kfc.Periods(1, 1))
+        optimizer.zero_grad()
+        F.cross_entropy(net(inputs), labels).backward()
+        slopes = [p.grad.clone() for p in net.parameters()]
+        optimizer.step()
+        moves = [p.detach() - b for p, b in zip(net.parameters(), before, strict=True)]
+        sizes[name] = -float(sum((g * m).sum() for g, m in zip(slopes, moves, strict=True)))
+    assert sizes["bounded"] == pytest.approx(bound * loss.item(), rel=1e-6)
+    assert sizes["free"] > 2 * loss.item()
+
+
+def test_momentum_is_shortened_with_the_step():
+    model, inputs, labels = confident_model()
+    optimizer = kfc.KFC(model, lr=0.1, clip=kfc.FisherClip(None))
+    before = model.weight.detach().clone()
+    F.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+    momentum = optimizer.state[model.weight]["momentum_buffer"]
+    torch.testing.assert_close(momentum, model.weight.detach() - before)
+    assert optimizer.diagnostics["loss_bound_factor"] < 1
+    assert optimizer.diagnostics["loss_bounds"] == 1
+
+
+def test_options_without_effect_are_refused():
+    with pytest.raises(ValueError, match="no effect without a limit"):
+        kfc.FisherClip(None, fraction=0.5)
+    with pytest.raises(ValueError, match="pass clip=None"):
+        kfc.FisherClip(None, loss_bound=None)
+    with pytest.raises(ValueError, match="loss_bound"):
+        kfc.FisherClip(loss_bound=0)
