@@ -118,8 +118,11 @@ def test_ten_steps_equal_the_dense_transcription(lr, momentum, bounded):
     options = {"lr": lr, "momentum": momentum}
     free = dense_algorithm_1(copy.deepcopy(model), batches, **options, clip=None)
     clip = sorted(norm for _, _, norm, _ in free)[5]
-    loss_bound = sorted(ratio for *_, ratio in free)[5] if bounded else None
-    history = dense_algorithm_1(model, batches, **options, clip=clip, loss_bound=loss_bound)
+    history = dense_algorithm_1(copy.deepcopy(model), batches, **options, clip=clip)
+    loss_bound = None
+    if bounded:
+        loss_bound = sorted(ratio for *_, ratio in history)[5]
+        history = dense_algorithm_1(model, batches, **options, clip=clip, loss_bound=loss_bound)
     clipped = [norm > clip for _, _, norm, _ in history]
     bounds = sum(ratio > loss_bound for *_, ratio in history) if bounded else 0
     if bounded:

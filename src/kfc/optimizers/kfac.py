@@ -136,7 +136,7 @@ class KFAC(CurvatureOptimizer):
             with collector.recording_random_state():
                 found = objective.differentiate() or self._differentiate_from_before(objective)
                 loss, mean_over_ranks = found
-                self._update(other or objective, None if other else mean_over_ranks)
+                self._update(loss, other or objective, None if other else mean_over_ranks)
         except BaseException:
             self._restore(before)
             objective.rewind()
@@ -152,12 +152,13 @@ class KFAC(CurvatureOptimizer):
             )
         return Objective(self.model, closure, self.engine.reducer, "held_out=")
 
-    def _update(self, measured: Objective, loss: float | None) -> None:
+    def _update(self, loss: Tensor, measured: Objective, before: float | None) -> None:
         """Update the parameters after a backward pass.
 
         Args:
+            loss: the loss on the batch.
             measured: the objective that ρ is measured on.
-            loss: its value, if known.
+            before: its value, if known.
         """
         engine, step = self.engine, self.engine.steps + 1
         gradients = engine.gradients()
@@ -173,13 +174,14 @@ class KFAC(CurvatureOptimizer):
         engine.refresh_inverses(self._damping, at_once=at_once)  # damped by γ²
         gradient = self._add_weight_decay(gradients)  # ∇h: gradient of the loss, plus decay
         previous = self._previous(gradient)
+        self._proposals.bound_loss(loss, self._penalty())  # -∇hᵀ(αΔ + μ v_prev) ≤ κE
         proposal = self._proposals.propose(  # Δ = -F̂⁻¹∇h; α, μ and γ minimise M(αΔ + μ v_prev)
             gradient, previous, choosing=choosing, measures=measures
         )
         if proposal is None:
             engine.skip_step()
             return
-        value = self._value_before(measured, loss) if measures else 0.0
+        value = self._value_before(measured, before) if measures else 0.0
         with engine.schedule.timed("update"):
             self._start_averages()
             self._remember(proposal.direction)

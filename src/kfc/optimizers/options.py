@@ -4,9 +4,6 @@ from dataclasses import dataclass, fields
 
 from kfc._helpers import require_number, require_whole
 
-# The default κ of the loss bound.
-LOSS_BOUND = 0.5
-
 
 @dataclass(frozen=True)
 class FisherClip:
@@ -28,7 +25,7 @@ class FisherClip:
     limit: float | None = 0.3
     fraction: float = 0.25
     period: int | None = None
-    loss_bound: float | None = LOSS_BOUND
+    loss_bound: float | None = 0.25
 
     def __post_init__(self) -> None:
         if self.limit is not None:
@@ -68,7 +65,9 @@ class Adaptation:
             the paper.
         max_momentum: a bound on a chosen momentum, |μ| ≤ ``max_momentum``; ``None``: no bound, as
             in the paper.
-        loss_bound: κ, as in ``kfc.FisherClip``; ``None``: no bound, as in the paper.
+        loss_bound: κ: to first order, no update lowers the objective by more than κ times its
+            excess, as in ``kfc.FisherClip``. With 2, the minimum of the quadratic model is not
+            below the least value of the objective. ``None``: no bound, as in the paper.
         initial_model_damping: the initial λ if it adapts. γ starts at √(λ + weight decay),
             with the largest weight decay of all groups, and is never adapted to less.
         model_damping_period: the number of steps between adaptations of λ. Each evaluates the loss
@@ -87,7 +86,7 @@ class Adaptation:
     factor_damping: float | None = None
     max_lr: float | None = 1.0
     max_momentum: float | None = 1.0
-    loss_bound: float | None = LOSS_BOUND
+    loss_bound: float | None = 2.0
     # The 150 of the K-FAC paper is for a loss summed over 784 pixels.
     initial_model_damping: float = 0.01
     model_damping_period: int = 5

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kfc.curvature.layer import LayerState
 from kfc.fisher.calls import without_autocast
+from kfc.optimizers.bound import excess_loss, inner_product
 from kfc.optimizers.damping import FactorDamping, ModelDamping
 from kfc.optimizers.engine import Engine
 from kfc.optimizers.norms import fisher_products
@@ -62,12 +63,25 @@ class Proposals:
         self._lr_bounds = _interval(None if self._lr is None else 1.0, options.max_lr, 0)
         self._momentum_bounds = _interval(self._momentum, options.max_momentum, -1)
         self._clip = clip
+        self._loss_bound = options.loss_bound
+        self._largest_promise = math.inf
         self._model_damping = model_damping
         self._factor_damping = factor_damping
 
     @property
     def coefficients_are_fixed(self) -> bool:
         return self._lr is not None and self._momentum is not None
+
+    def bound_loss(self, loss: Tensor, penalty: float) -> None:
+        """Limit the decrease of the objective that the coming update may promise.
+
+        Args:
+            loss: the loss on the batch.
+            penalty: the objective minus the loss.
+        """
+        if self._loss_bound is not None:
+            excess = excess_loss(self._engine, loss).item() + penalty
+            self._largest_promise = self._loss_bound * excess
 
     def propose(
         self, gradient: Vector, previous: Vector, *, choosing: bool, measures: bool
@@ -90,7 +104,12 @@ class Proposals:
         directions = self._directions(gradient, candidates)
         if self.coefficients_are_fixed and not (choosing or measures or self._clip is not None):
             self._factor_damping.choose(values[0])
-            return Proposal(directions[0], previous, None, [1.0, self._momentum or 0.0])
+            coefficients = [1.0, self._momentum or 0.0]
+            if self._loss_bound is not None:
+                vectors = [directions[0], *([previous] if previous else [])]
+                slopes = [_inner_product(gradient, vector) for vector in vectors]
+                coefficients = self._bounded(coefficients, slopes)
+            return Proposal(directions[0], previous, None, coefficients)
         whole = self._model(gradient, [*directions, *([previous] if previous else [])])
         if not whole.is_finite():
             return None
@@ -162,8 +181,23 @@ class Proposals:
         return QuadraticModel(products[0, 1:], fisher + decay[1:, 1:], products[1:, 1:], precision)
 
     def coefficients(self, model: QuadraticModel) -> list[float]:
-        """Return α and μ, the minimum of the damped model within their bounds."""
-        return model.minimiser(self._model_damping.value, self._bounds(model))
+        """Return α and μ, the minimum of the damped model within their bounds.
+
+        Both are multiplied by a factor if they promise too much.
+        """
+        found = model.minimiser(self._model_damping.value, self._bounds(model))
+        return self._bounded(found, model.slopes.tolist())
+
+    def _bounded(self, coefficients: list[float], slopes: Sequence[float]) -> list[float]:
+        """Return coefficients that do not promise more than the loss bound allows.
+
+        Args:
+            slopes: ∇hᵀv of the directions v that are used.
+        """
+        promise = -sum(c * slope for c, slope in zip(coefficients, slopes, strict=False))
+        if not promise > self._largest_promise:
+            return coefficients
+        return [c * self._largest_promise / promise for c in coefficients]
 
     def raise_damping(self) -> bool:
         """Raise λ tenfold if it matters; return whether that was possible."""
@@ -193,6 +227,12 @@ class Proposals:
             low, high = max(low, -limit), min(high, limit)
         bounds = [(min(low, high), high), self._momentum_bounds]
         return bounds[: len(model.slopes)]
+
+
+def _inner_product(vectors: Vector, others: Vector) -> float:
+    names = list(vectors)
+    with without_autocast(vectors[names[0]].device):
+        return sum(inner_product([vectors[n]], [others[n]]).item() for n in names)
 
 
 def _interval(fixed: float | None, limit: float | None, lowest: int) -> tuple[float, float]:
