@@ -15,7 +15,7 @@ from kfc.curvature.options import APPROXIMATIONS, AVERAGING, Approximation
 from kfc.distributed.options import PLACEMENTS, Parallel
 from kfc.lab.options import ConfigError, Option, check_options, number_or, option, options_of
 from kfc.optimizers import KFAC, KFC
-from kfc.optimizers.options import Adaptation
+from kfc.optimizers.options import Adaptation, FisherClip
 from kfc.schedule import Budget, Periods, Stretch
 
 
@@ -78,6 +78,7 @@ def number_or_averaging(text: str) -> float | str:
 
 
 CLIP = "Limit C of the Fisher norm of an update; 0 for no limit"
+BOUND = "Share κ of the excess loss that a step may promise to remove; 0 for no bound"
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ class KFCOptions(CurvatureOptions):
     momentum: float = option(0.9, "Momentum μ")
     damping: float = option(1e-3, "Damping γ")
     fisher_clip: float = option(0.3, CLIP)
+    loss_bound: float = option(FisherClip.loss_bound, BOUND)
     overhead: float | None = option(
         None, "Time that curvature may add to a step, as a fraction: 0.25 for a quarter"
     )
@@ -194,9 +196,13 @@ class KFCOptions(CurvatureOptions):
             self.lr if setup.lr is None else setup.lr,
             momentum=self.momentum,
             damping=self.damping,
-            clip=self.fisher_clip or None,
+            clip=self._clip(),
             **arguments,
         )
+
+    def _clip(self) -> FisherClip | None:
+        limit, bound = self.fisher_clip or None, self.loss_bound or None
+        return None if limit is bound is None else FisherClip(limit, loss_bound=bound)
 
 
 @dataclass(frozen=True)
@@ -219,10 +225,13 @@ class KFACOptions(CurvatureOptions):
     max_lr: float | None = option(Adaptation.max_lr, "Largest adapted learning rate")
     max_momentum: float | None = option(Adaptation.max_momentum, "Largest adapted momentum")
     fisher_clip: float = option(0.0, CLIP)
+    loss_bound: float = option(Adaptation.loss_bound, BOUND)
 
     def make(self, model: nn.Module, setup: Setup) -> KFAC:
         names = {each.name for each in fields(Adaptation)} & {each.name for each in fields(self)}
-        adaptation = Adaptation(lr=setup.lr, **{name: getattr(self, name) for name in names})
+        values = {name: getattr(self, name) for name in names}
+        values["loss_bound"] = self.loss_bound or None
+        adaptation = Adaptation(lr=setup.lr, **values)
         return KFAC(
             model,
             adaptation=adaptation,
