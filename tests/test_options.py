@@ -78,7 +78,9 @@ def test_bad_values_of_kfac(option, value):
     [
         ("limit", 0.0),
         ("limit", math.inf),
-        ("limit", None),
+        ("limit", "0.3"),
+        ("loss_bound", 0.0),
+        ("loss_bound", math.nan),
         ("fraction", 0.0),
         ("fraction", 1.5),
         ("fraction", math.nan),

@@ -179,7 +179,7 @@ def _dual_run(
         raise ForwardModeError(
             "exact Fisher products need forward-mode differentiation, which an operation of this "
             f"model lacks: {str(error).splitlines()[0]} To train without these products, pass "
-            "clip=None to KFC."
+            "clip=kfc.FisherClip(None) to KFC."
         ) from error
 
 

@@ -93,7 +93,7 @@ def _products_of_part(
         raise RuntimeError(
             f"while clipping, running the model on the first {part.count} of {part.examples} "
             f"examples failed: {error}. Every tensor argument of that length was cut; if one of "
-            "them is not a batch, use clip=kfc.FisherClip(fraction=1) or clip=None"
+            "them is not a batch, use clip=kfc.FisherClip(fraction=1) or kfc.FisherClip(None)"
         ) from error
 
 

@@ -35,7 +35,7 @@ class FisherClip:
         elif self.loss_bound is None:
             raise ValueError("a clip without limit and loss_bound has no effect; pass clip=None")
         if self.loss_bound is not None:
-            require_number("loss_bound", self.loss_bound, positive=True)
+            require_number("the clip's loss_bound", self.loss_bound, positive=True)
         if self.fraction != 1:
             require_number("the clip's fraction", self.fraction, below=1, positive=True)
         if self.period is not None:
