@@ -85,16 +85,23 @@ def dense_algorithm_1(model, batches, *, lr, momentum, clip, loss_bound=None):
         norm = v @ exact_fisher(model, quarter, cross_entropy()) @ v + LAMBDA * v @ v
         if clip is not None and norm > clip:
             update = [u / (norm / clip).sqrt() for u in update]
-        zeta, factor = math.exp(-1 / TAU), 1.0
+        zeta = math.exp(-1 / TAU)
         steps = [momentum * m + u for m, u in zip(velocity, update, strict=True)]
         promise = -sum((g * s).sum() for g, s in zip(slopes, steps, strict=True))
+        if loss_bound is not None and promise < 0:
+            steps = update
+            promise = -sum((g * s).sum() for g, s in zip(slopes, steps, strict=True))
         objective = loss + 0.5 * LAMBDA * sum(p.square().sum() for p in theta)
         ratio = (promise / objective).item()
-        if loss_bound is not None and ratio > loss_bound:
-            factor = loss_bound / ratio
+        if loss_bound is not None:
+            steps = [s * min(1.0, loss_bound / ratio) for s in steps]
+            m = torch.cat([s.flatten() for s in steps])
+            whole = m @ exact_fisher(model, quarter, cross_entropy()) @ m + LAMBDA * m @ m
+            if momentum and whole > clip:
+                steps = [s / (whole / clip).sqrt() for s in steps]
         with torch.no_grad():
             for p, m, s, a in zip(theta, velocity, steps, average, strict=True):
-                m.copy_(factor * s)
+                m.copy_(s)
                 p.add_(m)
                 a.mul_(zeta).add_((1 - zeta) * p)
         history.append(

@@ -196,3 +196,32 @@ def test_options_without_effect_are_refused():
         kfc.FisherClip(None, loss_bound=None)
     with pytest.raises(ValueError, match="loss_bound"):
         kfc.FisherClip(loss_bound=0)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_momentum_that_leads_uphill_is_dropped(waits):
+    torch.manual_seed(0)
+    model, inputs = network(), torch.randn(7, 5)
+    schedule = kfc.Periods(1, 1) if waits else kfc.Periods(100, 100)
+    options = {"clip": kfc.FisherClip(None), "schedule": schedule, "likelihood": "categorical"}
+    optimizer = kfc.KFC(model, lr=0.01, **options)
+    for _ in range(2):  # the second step is not due in the second schedule
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), LABELS).backward()
+        for parameter in model.parameters():
+            parameter.grad.neg_()  # momentum now leads uphill
+        optimizer.step()
+    assert optimizer.diagnostics["momentum_restarts"] == 0
+    optimizer.zero_grad()
+    F.cross_entropy(model(inputs), LABELS).backward()
+    slopes = [p.grad.clone() for p in model.parameters()]
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    moves = [p.detach() - b for p, b in zip(model.parameters(), before, strict=True)]
+    assert sum((g * m).sum() for g, m in zip(slopes, moves, strict=True)) < 0
+    assert optimizer.diagnostics["momentum_restarts"] == 1
+
+
+def test_without_bound_momentum_may_lead_uphill():
+    clip = kfc.FisherClip(0.3, loss_bound=None)
+    assert "momentum_restarts" not in kfc.KFC(network(), clip=clip).diagnostics

@@ -1,14 +1,14 @@
-"""The loss bound: an update must not promise to lower the loss by more than it can fall.
+"""The loss bound: a step must point downhill, and promise no more than the loss can fall.
 
 A confidently wrong example has a large gradient and almost no Fisher matrix, so that neither the
 factors nor the Fisher norm limit the update that it causes. But a loss that is bounded below cannot
 fall by more than its excess E, the loss minus the least it could be for the targets of the batch.
 To first order, a step m lowers the objective by -∇hᵀm. If this is more than κE, the step is
-multiplied by κE / (-∇hᵀm).
+multiplied by κE / (-∇hᵀm). If it is negative, momentum leads uphill and is dropped.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,18 @@ from torch import Tensor
 from kfc._helpers import at_least_float32, moved, require_keys, require_number, widest
 from kfc.optimizers.engine import Engine
 from kfc.statistics.observation import Observation, count_examples
+
+
+class StepLimits(NamedTuple):
+    """Factors of a step, scalars on the device.
+
+    Attributes:
+        momentum: 0 if momentum is dropped, else 1.
+        step: the factor of the whole step, at most 1.
+    """
+
+    momentum: Tensor
+    step: Tensor
 
 
 class LossBound:
@@ -29,41 +41,54 @@ class LossBound:
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._last: Tensor | float = 1.0
-        self._count: Tensor | int = 0
+        self._factor: Tensor | float = 1.0
+        self._bounds: Tensor | int = 0
+        self._restarts: Tensor | int = 0
 
-    def factor(self, promise: Tensor, excess: Tensor) -> Tensor:
-        """Return the factor of a step, at most 1.
+    def limit(self, momentum: Tensor, update: Tensor, excess: Tensor) -> StepLimits:
+        """Return the factors of a step m = μ m_old + v.
 
         Args:
-            promise: -∇hᵀm, the decrease that the step m promises.
+            momentum: ∇hᵀ(μ m_old); zero without momentum.
+            update: ∇hᵀv, which is not positive.
             excess: E of the objective.
         """
+        is_uphill = momentum + update > 0
+        promise = -torch.where(is_uphill, update, momentum + update)
         limit = self._share * moved(excess, promise.device).to(promise)
         # Not so if one of them is NaN, which skips the step anyway.
         is_exceeded = promise > limit
         factor = torch.where(is_exceeded, limit / torch.where(is_exceeded, promise, 1), 1.0)
-        before = self._count
-        before = moved(before, promise.device) if isinstance(before, Tensor) else before
-        self._last, self._count = factor, before + is_exceeded.long()
-        return factor
+        self._factor = factor
+        self._bounds = is_exceeded.long() + _here(self._bounds, promise)
+        self._restarts = is_uphill.long() + _here(self._restarts, promise)
+        return StepLimits((~is_uphill).to(factor), factor)
 
     def diagnostics(self) -> dict[str, Any]:
-        """Return the last factor and the number of steps that were shortened; waits."""
-        return {"loss_bound_factor": float(self._last), "loss_bounds": int(self._count)}
+        """Return the last factor, and how many steps were shortened and restarted; waits."""
+        return {
+            "loss_bound_factor": float(self._factor),
+            "loss_bounds": int(self._bounds),
+            "momentum_restarts": int(self._restarts),
+        }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"factor": float(self._last), "count": int(self._count)}
+        return self.diagnostics()
 
-    @staticmethod
-    def check_state(state: Mapping[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
-        require_keys("state of the loss bound", state, ("factor", "count"))
+        require_keys("state of the loss bound", state, self.state_dict())
         for name, value in state.items():
-            require_number(f"the loss bound's {name}", value)
+            require_number(f"the state's {name}", value)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._last, self._count = float(state["factor"]), int(state["count"])
+        self._factor = float(state["loss_bound_factor"])
+        self._bounds = int(state["loss_bounds"])
+        self._restarts = int(state["momentum_restarts"])
+
+
+def _here(count: Tensor | int, like: Tensor) -> Tensor | int:
+    return moved(count, like.device) if isinstance(count, Tensor) else count
 
 
 def excess_loss(engine: Engine, loss: Tensor | None = None) -> Tensor:

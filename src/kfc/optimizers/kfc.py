@@ -1,5 +1,6 @@
 """Algorithm 1: KFC as a preconditioner for stochastic gradient descent ("KFC-pre")."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
@@ -13,7 +14,7 @@ from kfc.curvature.options import CurvatureChoice
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.base import CurvatureOptimizer
-from kfc.optimizers.bound import LossBound, excess_loss, inner_product
+from kfc.optimizers.bound import LossBound, StepLimits, excess_loss, inner_product
 from kfc.optimizers.clipping import NormClip
 from kfc.optimizers.engine import Engine, check_version
 from kfc.optimizers.groups import require_hyper_parameters
@@ -138,8 +139,9 @@ class KFC(CurvatureOptimizer):
         self._scale_(update, factor)
         with self.engine.schedule.timed("update"):
             self._start_averages()  # θ̄ begins at θ₀
-            steps = self._add_momentum_(update)  # m ← μm + v
-            self._bound_loss_(steps, gradients, loss)  # m ← m κE / (-∇hᵀm) if -∇hᵀm > κE
+            limits = self._limits(gradients, products, factor, loss)  # not uphill; -∇hᵀm ≤ κE
+            steps = self._add_momentum_(update, limits)  # m ← μm + v
+            self._clip_step_(steps, is_due=may_skip)  # ν of the whole step ≤ C
             self._move_(steps, update)  # θ ← θ + m
             self._update_averages(self.engine.in_doubt)  # θ̄ ← ζθ̄ + (1 - ζ)θ, ζ = exp(-1/τ)
         self.engine.end_step()
@@ -227,12 +229,51 @@ class KFC(CurvatureOptimizer):
 
     # Momentum and parameters
 
-    def _add_momentum_(self, update: Vector) -> Vector:
+    def _limits(
+        self, gradients: Vector, products: Vector, factor: float | Tensor, loss: Any
+    ) -> StepLimits | None:
+        """Return the factors of the step m = μ m_old + v by the loss bound; ``None``: no bound.
+
+        Args:
+            gradients: gradients of the loss.
+            products: ∇hᵀF̂⁻¹∇h by parameter.
+            factor: the factor of v by the clip.
+            loss: what the closure returned, if there is one.
+        """
+        if self._bound is None or not products:
+            return None
+        with self.engine.full_precision():
+            excess = excess_loss(self.engine, loss if isinstance(loss, Tensor) else None)
+            old, new = torch.zeros_like(excess), torch.zeros_like(excess)
+            for group, parameters, names in self._by_group(gradients):
+                slopes = [gradients[name] for name in names]
+                decay, momentum = float(group["weight_decay"]), float(group["momentum"])
+                own = torch.stack([products[name] for name in names]).sum()
+                new = new - float(group["lr"]) * moved(own, new.device)
+                if decay:  # ∇h and E contain the penalty ½λ‖θ‖²
+                    penalty = 0.5 * decay * inner_product(parameters, parameters)
+                    excess = excess + moved(penalty, excess.device)
+                if momentum:
+                    buffers = self._momentum_buffers(parameters)
+                    slope = inner_product(slopes, buffers)
+                    if decay:
+                        slope = slope + decay * inner_product(parameters, buffers)
+                    old = old + momentum * moved(slope, old.device)
+            if isinstance(factor, Tensor):
+                factor = moved(factor, new.device)
+            return self._bound.limit(old, factor * new, excess)
+
+    def _add_momentum_(self, update: Vector, limits: StepLimits | None) -> Vector:
         """Update the momentum, m ← μ m + v, and return it; without momentum, m is v.
 
         If the step in progress is bad, v becomes zero and m stays as it is.
+
+        Args:
+            limits: the factors of μ m and of the whole step.
         """
         steps: Vector = {}
+        if limits is not None:
+            self._scale_(update, limits.step)
         for group, parameters, names in self._by_group(update):
             values, momentum = [update[name] for name in names], float(group["momentum"])
             bad = self._in_doubt_on(values[0].device)
@@ -241,16 +282,23 @@ class KFC(CurvatureOptimizer):
                     value.masked_fill_(bad, 0)
             if momentum:
                 buffers = self._momentum_buffers(parameters)
-                if bad is None:
-                    torch._foreach_mul_(buffers, momentum)
-                else:
-                    wide = reduce(torch.promote_types, (b.dtype for b in buffers), torch.float32)
-                    one = torch.ones((), dtype=wide, device=bad.device)
-                    torch._foreach_mul_(buffers, torch.where(bad, one, momentum * one))
+                torch._foreach_mul_(buffers, self._momentum_factor(buffers, momentum, limits, bad))
                 torch._foreach_add_(buffers, values)
                 values = buffers
             steps.update(zip(names, values, strict=True))
         return steps
+
+    def _momentum_factor(
+        self, buffers: list[Tensor], momentum: float, limits: StepLimits | None, bad: Tensor | None
+    ) -> float | Tensor:
+        """Return the factor of the old momentum: μ, less by the limits, 1 if the step is bad."""
+        if limits is None and bad is None:
+            return momentum
+        wide = reduce(torch.promote_types, (b.dtype for b in buffers), torch.float32)
+        factor = torch.full((), momentum, dtype=wide, device=buffers[0].device)
+        if limits is not None:
+            factor = factor * moved(limits.momentum * limits.step, factor.device).to(wide)
+        return factor if bad is None else torch.where(bad, torch.ones_like(factor), factor)
 
     def _momentum_buffers(self, parameters: list[Tensor]) -> list[Tensor]:
         for parameter in parameters:
@@ -258,30 +306,22 @@ class KFC(CurvatureOptimizer):
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return [self.state[parameter]["momentum_buffer"] for parameter in parameters]
 
-    def _bound_loss_(self, steps: Vector, gradients: Vector, loss: Any) -> None:
-        """Shorten the steps m, in place, if -∇hᵀm is more than κ times the objective's excess.
+    def _clip_step_(self, steps: Vector, *, is_due: bool) -> None:
+        """Shorten the steps m, in place, if their Fisher norm is known to exceed the limit.
+
+        Momentum adds up updates, each of which is within the limit.
 
         Args:
-            gradients: gradients of the loss.
-            loss: what the closure returned, if there is one.
+            is_due: whether ν of the update was computed in this step.
         """
-        if self._bound is None or not steps:
+        if self._bound is None or self._clip is None or not is_due:
             return
-        with self.engine.full_precision():
-            excess = excess_loss(self.engine, loss if isinstance(loss, Tensor) else None)
-            promise = torch.zeros_like(excess)
-            for group, parameters, names in self._by_group(steps):
-                values = [steps[name] for name in names]
-                slope = inner_product([gradients[name] for name in names], values)
-                decay = float(group["weight_decay"])
-                if decay:  # ∇h and E contain the penalty ½λ‖θ‖²
-                    slope = slope + decay * inner_product(parameters, values)
-                    penalty = 0.5 * decay * inner_product(parameters, parameters)
-                    excess = excess + moved(penalty, excess.device)
-                promise = promise - moved(slope, promise.device)
-            factor = self._bound.factor(promise, excess)
-            bad = self._in_doubt_on(factor.device)
-            self._scale_(steps, factor if bad is None else torch.where(bad, 1.0, factor))
+        if not any(group["momentum"] for group in self.param_groups):
+            return
+        with self.engine.schedule.timed("clip"):
+            norm = self._fisher_norm(steps).item()
+        if not norm <= self._clip.limit:
+            self._scale_(steps, math.sqrt(self._clip.limit / norm) if norm == norm else 0.0)
 
     def _move_(self, steps: Vector, spare: Vector) -> None:
         """Add the steps to the parameters, unless the step in progress is bad.
@@ -311,8 +351,9 @@ class KFC(CurvatureOptimizer):
 
         ``fisher_norm``, ν when it was last computed; ``clip_factor`` of the last update;
         ``clip_evaluations``, how often ν was computed; ``clip_guards``, how often the estimate
-        shortened an update; ``loss_bound_factor`` of the last step, and ``loss_bounds``, how often
-        the loss bound shortened a step.
+        shortened an update; ``loss_bound_factor`` of the last step; ``loss_bounds``, how often the
+        loss bound shortened a step; ``momentum_restarts``, how often momentum led uphill and was
+        dropped.
         """
         known = {} if self._clip is None else self._clip.state_dict()
         return {
@@ -336,8 +377,8 @@ class KFC(CurvatureOptimizer):
         require_keys("optimizer state", state_dict, parts)
         if state_dict["clip"] is not None:
             NormClip.check_state(state_dict["clip"])
-        if state_dict["loss_bound"] is not None:
-            LossBound.check_state(state_dict["loss_bound"])
+        if self._bound is not None and state_dict["loss_bound"] is not None:
+            self._bound.check_state(state_dict["loss_bound"])
         super().load_state_dict(state_dict)
         for name, part in parts.items():
             if part is not None and state_dict[name] is not None:
