@@ -4,7 +4,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
 
     # GradScaler then leaves scaled gradients and overflows to step().
     _step_supports_amp_scaling = True
+    #: The parts of a parameter's state that are numbers; all others have its shape.
+    scalar_state: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -116,6 +118,11 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
                 new = torch._foreach_mul(values, 1.0)
             result.update(zip(names, new, strict=True))
         return result
+
+    def _times_learning_rate_(self, directions: Mapping[str, Tensor]) -> None:
+        """Multiply directions by -α, in place."""
+        for group, _, names in self._by_group(directions):
+            torch._foreach_mul_([directions[name] for name in names], -float(group["lr"]))
 
     def _unscale(self) -> tuple[float | Tensor, Tensor | None]:
         """Return the loss scale of ``torch.amp.GradScaler``, and whether it overflowed.
@@ -241,7 +248,8 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
             for key, name in zip(group["params"], group["param_names"], strict=True):
                 for part, value in state_dict["state"].get(key, {}).items():
                     found[f"{name}: {part}"] = list(value.shape)
-                    expected[f"{name}: {part}"] = state_dict["parameters"][name]
+                    shape = [] if part in self.scalar_state else state_dict["parameters"][name]
+                    expected[f"{name}: {part}"] = shape
         raise_differences("momentum and averages", found, expected)
 
     def _parameter_shapes(self) -> dict[str, list[int]]:

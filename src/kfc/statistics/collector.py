@@ -39,8 +39,8 @@ MAX_WAITING, MAX_UNUSED = 4, 1024
 class Collector:
     """Collects statistics from the forward passes between two steps.
 
-    ``ModelHooks`` report to it. If statistics are due, the user's
-    backward pass begins with one to the pre-activations, with targets drawn from the model.
+    ``ModelHooks`` report to it. If statistics are due and need derivatives, the user's backward
+    pass begins with one to the pre-activations, with targets drawn from the model.
 
     Args:
         losses: the losses of the model's outputs.
@@ -77,6 +77,7 @@ class Collector:
         self.spent = self.spent_in_forward = 0.0
         self._curvature = curvature
         self._fisher = curvature.options.fisher
+        self._needs_derivatives = curvature.options.needs_derivatives
         self._reducer = reducer
         self._step = 1
         self._due = True
@@ -242,6 +243,9 @@ class Collector:
     def _add_derivative(
         self, observation: Observation, name: str, derivative: Tensor | None
     ) -> None:
+        if not self._needs_derivatives:
+            observation.add_derivative(name, derivative)
+            return
         outputs, loss = observation.outputs[name], self.losses.by_name[name]
         if derivative is None and self._has_loss:
             loss.assume(outputs)

@@ -1,0 +1,202 @@
+"""Adam in coordinates in which the inputs of every layer are white."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfc._helpers import at_least_float32, moved
+from kfc.curvature.damping import Damping
+from kfc.curvature.options import Decay, Whitening
+from kfc.distributed.options import Parallel
+from kfc.fisher.heads import Output
+from kfc.optimizers.adam import STEP, adam_steps_
+from kfc.optimizers.base import CurvatureOptimizer
+from kfc.optimizers.engine import Engine
+from kfc.optimizers.groups import require_hyper_parameters
+from kfc.schedule import Budget, Periods, Stretch
+
+Vector = dict[str, Tensor]
+
+
+class WhitenedAdam(CurvatureOptimizer):
+    """Adam in input-whitened coordinates, as a drop-in optimizer.
+
+    The gradient G of a linear or convolutional layer is multiplied by (Ω + δ I)^(-1/2), where Ω is
+    the second moment of the layer's inputs (of its patches, with a 1 for the bias). Adam makes a
+    step from the result. The step is multiplied by (Ω + δ I)^(-1/2) again and scaled to the norm
+    that it had before. Ω comes from forward passes alone. All other parameters are updated by
+    Adam.
+
+    >>> optimizer = kfc.WhitenedAdam(model)
+    >>> for images, labels in loader:
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(images), labels).backward()
+    ...     optimizer.step()
+
+    Args:
+        model: the network; its layers are found by type (see ``describe()``).
+        lr: the learning rate. As in Adam, an entry of the parameters changes by about ``lr`` in
+            each step.
+        betas: β₁ and β₂, the weights of the old values in the moving averages of whitened gradients
+            and of their squares.
+        eps: ε, added to the root of the second moments.
+        weight_decay: λ, decoupled as in ``torch.optim.AdamW``: θ ← θ - lr λ θ.
+        damping: δ as a fraction of Ω's mean eigenvalue. A layer has the damping of its weight's
+            group.
+        averaging_timescale: τ, the timescale of the averaged parameters in updates; ``None``: no
+            averaging.
+        groups: options for some parameters, as ``{"prefix": "*.bias", "weight_decay": 0.0}``. A
+            prefix is the name of a module or parameter, a pattern, or a list of these. The first
+            that matches a parameter applies.
+        output: selects the tensor of outputs from what the model returns, if that is not a tensor.
+            Its first dimension is that of the examples.
+        factor_decay: ξ, the weight of the old value in the moving average of Ω, at each update of
+            the statistics; ``"averaging"``: exp(-1/τ).
+        max_factor_size: layers with a wider Ω keep only its diagonal.
+        schedule: when Ω and its root are refreshed: ``kfc.Periods`` or ``kfc.Budget``.
+        parallel: how ranks divide the work, and asynchronous roots: ``kfc.Parallel``.
+    """
+
+    scalar_state = (STEP,)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 0.01,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        damping: float = 0.1,
+        averaging_timescale: float | None = None,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        output: Output | None = None,
+        factor_decay: Decay = 0.95,
+        max_factor_size: int = 8192,
+        schedule: Periods | Budget = Periods(Stretch(50), Stretch(50)),  # noqa: B008 - immutable
+        parallel: Parallel | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "damping": damping,
+        }
+        require_hyper_parameters(defaults)
+        engine = Engine(
+            model,
+            likelihood="auto",
+            output=output,
+            strict=False,
+            seed=None,
+            curvature=Whitening(factor_decay=factor_decay, max_factor_size=max_factor_size),
+            schedule=schedule,
+            parallel=parallel,
+            averaging_timescale=averaging_timescale,
+        )
+        super().__init__(engine, defaults, groups, averaging_timescale)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters once.
+
+        Args:
+            closure: clears the gradients, computes the loss, calls ``backward()`` and returns the
+                loss, as for ``torch.optim.SGD``.
+        """
+        self._refuse_averaged()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        loss_scale, overflow = self._unscale()
+        gradients = self.engine.gradients()
+        batch = self.engine.begin_step(gradients, loss_scale, overflow)
+        if batch is None:
+            return loss
+
+        self.engine.update_(batch)  # T_s: moving average of Ω
+        self.engine.refresh_inverses(self._layer_damping)  # T_f: (Ω + δ I)^(-1/2)
+        with self.engine.schedule.timed("natural gradient"):
+            update = {name: _copied(gradient) for name, gradient in gradients.items()}  # G
+            self.engine.precondition_(update)  # G' = G (Ω + δ I)^(-1/2)
+            self._adam_(update)  # Δ' = m̂ / (√v̂ + ε), with the moments of G'
+            self._map_back_(update)  # Δ = Δ' (Ω + δ I)^(-1/2), scaled to the norm of Δ'
+            self._times_learning_rate_(update)  # v = -lr Δ
+        # A factor that limits the whole update v, for instance by -∇hᵀv, belongs here.
+        with self.engine.schedule.timed("update"):
+            self._start_averages()  # θ̄ begins at θ₀
+            self._move_(update, self.engine.in_doubt)  # θ ← (1 - lr λ) θ + v
+            self._update_averages(self.engine.in_doubt)  # θ̄ ← ζθ̄ + (1 - ζ)θ, ζ = exp(-1/τ)
+        self.engine.end_step()
+        return loss
+
+    def _layer_damping(self, layer: str) -> Damping:
+        """Return the damping of a layer, as a fraction of Ω's mean eigenvalue."""
+        weight = self.engine.plan.layers[layer].weight
+        group = next(g for g in self.param_groups if any(p is weight for p in g["params"]))
+        return Damping.uniform(float(group["damping"]))
+
+    def _adam_(self, gradients: Vector) -> None:
+        """Replace whitened gradients by Adam's steps, in place, and update the moments.
+
+        The moments belong to the whitened coordinates, and remain as they are when these change.
+        """
+        bad = self.engine.in_doubt
+        for group, parameters, names in self._by_group(gradients):
+            values = [gradients[name] for name in names]
+            states = [self.state[parameter] for parameter in parameters]
+            here = None if bad is None else moved(bad, values[0].device)
+            adam_steps_(values, states, group["betas"], float(group["eps"]), here)
+
+    def _map_back_(self, steps: Vector) -> None:
+        """Map steps to the coordinates of the network, in place, with the same norm per layer."""
+        by_layer: dict[str, list[Tensor]] = {}
+        for name, step in steps.items():
+            if name in self.engine.plan.layer_of:
+                by_layer.setdefault(self.engine.plan.layer_of[name][0], []).append(step)
+        norms = {layer: _norm(parts) for layer, parts in by_layer.items()}
+        self.engine.precondition_(steps)
+        for layer, parts in by_layer.items():
+            norm = _norm(parts)
+            ratio = torch.where(norm > 0, norms[layer] / norm, 1)
+            torch._foreach_mul_(parts, ratio)
+
+    def _move_(self, update: Vector, bad: Tensor | None) -> None:
+        """Decay the parameters and add the update.
+
+        Args:
+            bad: a boolean scalar; if true, the parameters stay as they are. ``None``: the step is
+                known to be good.
+        """
+        for group, parameters, names in self._by_group(update):
+            steps = [update[name] for name in names]
+            decay: float | Tensor = float(group["lr"]) * float(group["weight_decay"])
+            if bad is not None:
+                here = moved(bad, steps[0].device)
+                for step in steps:
+                    step.masked_fill_(here, 0)
+                decay = torch.where(here, 0 * steps[0].new_ones(()), decay)
+            if group["weight_decay"]:
+                torch._foreach_mul_(parameters, 1 - decay)
+            torch._foreach_add_(parameters, steps)
+
+    @property
+    def step_diagnostics(self) -> dict[str, Any]:
+        """An empty dict: nothing about a single step is recorded."""
+        return {}
+
+
+def _copied(gradient: Tensor) -> Tensor:
+    """Return a copy in float32 at least, for products and moments."""
+    wide = at_least_float32(gradient)
+    return wide.clone() if wide is gradient else wide
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    """Return the norm of all entries of tensors on one device."""
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+    return norm
