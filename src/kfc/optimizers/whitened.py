@@ -19,6 +19,9 @@ from kfc.schedule import Budget, Periods, Stretch
 
 Vector = dict[str, Tensor]
 
+# Ω changes slowly: longer periods than those of Algorithm 1 lose nothing.
+PERIODS = Periods(Stretch(50), Stretch(50))
+
 
 class WhitenedAdam(CurvatureOptimizer):
     """Adam in input-whitened coordinates, as a drop-in optimizer.
@@ -75,7 +78,7 @@ class WhitenedAdam(CurvatureOptimizer):
         output: Output | None = None,
         factor_decay: Decay = 0.95,
         max_factor_size: int = 8192,
-        schedule: Periods | Budget = Periods(Stretch(50), Stretch(50)),  # noqa: B008 - immutable
+        schedule: Periods | Budget = PERIODS,
         parallel: Parallel | None = None,
     ) -> None:
         defaults = {
