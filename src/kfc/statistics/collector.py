@@ -77,7 +77,6 @@ class Collector:
         self.spent = self.spent_in_forward = 0.0
         self._curvature = curvature
         self._fisher = curvature.options.fisher
-        self._needs_derivatives = curvature.options.needs_derivatives
         self._reducer = reducer
         self._step = 1
         self._due = True
@@ -243,7 +242,7 @@ class Collector:
     def _add_derivative(
         self, observation: Observation, name: str, derivative: Tensor | None
     ) -> None:
-        if not self._needs_derivatives:
+        if not self._curvature.options.needs_derivatives:
             observation.add_derivative(name, derivative)
             return
         outputs, loss = observation.outputs[name], self.losses.by_name[name]
