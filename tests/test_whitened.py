@@ -60,21 +60,32 @@ def root_of(omega):
     return basis @ torch.diag_embed(damped**-0.5) @ basis.mT
 
 
-def adam_step(state, gradient):
+def adam_step(state, gradient, rotation=None, step=0):
+    """Return Adam's step; with a rotation period, v is kept in the eigenbasis of the outputs."""
     state["t"] = state.get("t", 0) + 1
     state["m"] = BETAS[0] * state.get("m", 0) + (1 - BETAS[0]) * gradient
-    state["v"] = BETAS[1] * state.get("v", 0) + (1 - BETAS[1]) * gradient**2
+    if rotation is not None:
+        state["L"] = 0.95 * state.get("L", 0) + 0.05 * gradient @ gradient.mT
+        if "U" not in state:
+            state["U"] = torch.linalg.eigh(state["L"])[1].flip(-1)
+        elif step % rotation == 0:
+            state["U"] = torch.linalg.qr(state["L"] @ state["U"])[0]
+    rotated = gradient if rotation is None else state["U"].mT @ gradient
+    state["v"] = BETAS[1] * state.get("v", 0) + (1 - BETAS[1]) * rotated**2
     mean, square = (
         state[key] / (1 - beta ** state["t"]) for key, beta in zip("mv", BETAS, strict=True)
     )
-    return mean / (square.sqrt() + EPS)
+    if rotation is None:
+        return mean / (square.sqrt() + EPS)
+    return state["U"] @ ((state["U"].mT @ mean) / (square.sqrt() + EPS))
 
 
-def dense_whitened_adam(model, steps):
+def dense_whitened_adam(model, steps, rotation):
     """Train with dense matrices; return the parameters after every step.
 
     Args:
         steps: the micro-batches of every step.
+        rotation: the period of the bases of the outputs, or ``None``.
     """
     calls, omega, roots, states, history = [], {}, {}, {}, []
     layers = [module for module in model.modules() if isinstance(module, WHITENED)]
@@ -97,7 +108,8 @@ def dense_whitened_adam(model, steps):
             if k == 1 or k % PERIODS.inverse == 0:
                 roots[layer] = root_of(omega[layer])
             gradient = matrix_of(layer, {n: p.grad for n, p in trained.items()})
-            white = adam_step(states.setdefault(layer, {}), gradient @ roots[layer])
+            period = rotation if "weight" in trained else None
+            white = adam_step(states.setdefault(layer, {}), gradient @ roots[layer], period, k)
             step = white @ roots[layer]
             step = step * white.norm() / step.norm()
             update |= {trained[n]: s for n, s in parts_of(layer, step, trained).items()}
@@ -179,13 +191,18 @@ def batches(*sizes, steps=8):
     ]
 
 
-@pytest.mark.parametrize("sizes", [(6,), (4, 2)], ids=["one pass", "micro-batches"])
+@pytest.mark.parametrize(
+    ("sizes", "rotation"),
+    [((6,), None), ((4, 2), None), ((6,), 3)],
+    ids=["one pass", "micro-batches", "rotated"],
+)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_eight_steps_equal_the_dense_transcription(name, sizes):
+def test_eight_steps_equal_the_dense_transcription(name, sizes, rotation):
     steps = batches(*sizes)
     mine, dense = NETWORKS[name](), NETWORKS[name]()
     dense.load_state_dict(mine.state_dict())
-    found, expected = trained(mine, steps), dense_whitened_adam(dense, steps)
+    found = trained(mine, steps, rotation_period=rotation)
+    expected = dense_whitened_adam(dense, steps, rotation)
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
 
 
@@ -206,7 +223,9 @@ def test_without_layers_it_is_adamw():
 def test_a_wide_factor_is_diagonal():
     model = nn.Linear(6, 3)
     x, y = torch.randn(8, 6), torch.randint(3, (8,))
-    optimizer = kfc.WhitenedAdam(model, 0.1, max_factor_size=6, damping=DAMPING)
+    optimizer = kfc.WhitenedAdam(
+        model, 0.1, max_factor_size=6, damping=DAMPING, rotation_period=None
+    )
     before = matrix_of(model, {"weight": model.weight.detach(), "bias": model.bias.detach()})
     F.cross_entropy(model(x), y).backward()
     gradient = matrix_of(model, {"weight": model.weight.grad, "bias": model.bias.grad})
@@ -399,7 +418,8 @@ def test_with_large_damping_it_is_adam():
     """(Ω + δ I)^(-1/2) is then a multiple of the identity, which Adam and the norm ignore."""
     one, other = nn.Linear(5, 3), nn.Linear(5, 3)
     other.load_state_dict(one.state_dict())
-    mine = kfc.WhitenedAdam(one, damping=1e14, eps=0.0, schedule=kfc.Periods(100, 100))
+    schedule = kfc.Periods(100, 100)
+    mine = kfc.WhitenedAdam(one, damping=1e14, eps=0.0, schedule=schedule, rotation_period=None)
     adam = torch.optim.Adam(other.parameters(), 0.01, (0.9, 0.95), eps=0.0)
     for _ in range(6):
         x, y = torch.randn(8, 5), torch.randint(3, (8,))

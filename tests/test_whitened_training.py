@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -176,6 +177,7 @@ def test_groups_and_their_options():
         ({"weight_decay": -1}, "weight_decay must be"),
         ({"factor_decay": 1.0}, "factor_decay must be"),
         ({"max_factor_size": 0}, "max_factor_size must be"),
+        ({"rotation_period": 0}, "rotation_period must be"),
         ({"averaging_timescale": 0}, "averaging_timescale must be"),
         ({"groups": [{"prefix": "0", "betas": (2, 0)}]}, r"groups\[0\]: betas\[0\]"),
         ({"groups": [{"prefix": "0", "momentum": 0.9}]}, "unknown options"),
@@ -429,3 +431,40 @@ def test_it_learns_the_digits_faster_than_adam():
             losses[name] = F.cross_entropy(model(images), labels).item()
     assert losses["whitened"] < 0.05
     assert losses["whitened"] < losses["adam"] / 2
+
+
+# Rotation of the outputs
+
+
+def test_bases_are_orthogonal_and_refreshed_when_due():
+    model = net().double()
+    optimizer = kfc.WhitenedAdam(model, rotation_period=3, max_factor_size=36)
+    seen = []
+    for _ in range(7):
+        x, y = batch()
+        train(model, optimizer, [(x.double(), y)])
+        seen.append(optimizer.state[model[0].weight]["basis"].clone())
+        torch.testing.assert_close(seen[-1] @ seen[-1].mT, torch.eye(4).double().expand(1, 4, 4))
+    changed = [not torch.equal(a, b) for a, b in pairwise(seen)]
+    assert changed == [False, True, False, False, True, False]
+    assert "refreshed every 3 steps" in optimizer.describe()
+    assert "basis" not in optimizer.state[model[0].bias]
+    assert "basis" not in optimizer.state[model[1].weight]
+
+
+def test_many_outputs_are_not_rotated():
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3))
+    optimizer = kfc.WhitenedAdam(model, max_factor_size=4)
+    train(model, optimizer, [(torch.randn(8, 3), torch.randint(3, (8,)))])
+    assert "basis" not in optimizer.state[model[0].weight]
+    assert optimizer.state[model[2].weight]["basis"].shape == (1, 3, 3)
+
+
+def test_a_basis_of_another_shape_is_refused():
+    model = net()
+    optimizer = kfc.WhitenedAdam(model)
+    train(model, optimizer, [batch()])
+    state = optimizer.state_dict()
+    state["state"][0] = {**state["state"][0], "basis": torch.zeros(1, 3, 3)}
+    with pytest.raises(ValueError, match=r"basis: \[1, 3, 3\] in the state dict, \[1, 4, 4\] here"):
+        optimizer.load_state_dict(state)

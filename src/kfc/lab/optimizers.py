@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from kfc.curvature.options import APPROXIMATIONS, AVERAGING, Approximation, Whitening
+from kfc.curvature.options import APPROXIMATIONS, AVERAGING, Whitening
 from kfc.distributed.options import PLACEMENTS, Parallel
 from kfc.lab.muon import Muon
 from kfc.lab.options import ConfigError, Option, check_options, number_or, option, options_of
@@ -79,6 +79,16 @@ def number_or_averaging(text: str) -> float | str:
     return number_or(AVERAGING, text)
 
 
+def decay_option(default: float) -> Any:
+    return option(
+        default,
+        "Weight ξ of the old value in the moving averages, at each update of the factors; "
+        f'"{AVERAGING}" for exp(-1/τ), as in the paper, with τ that of the averaged parameters',
+        parse=number_or_averaging,
+        word=AVERAGING,
+    )
+
+
 CLIP = "Limit C of the Fisher norm of an update; 0 for no limit"
 
 
@@ -99,13 +109,7 @@ class RefreshOptions(OptimizerOptions):
         "50",
         positive=True,
     )
-    factor_decay: float | str = option(
-        Approximation.factor_decay,
-        "Weight ξ of the old value in the moving averages, at each update of the factors; "
-        f'"{AVERAGING}" for exp(-1/τ), as in the paper, with τ that of the averaged parameters',
-        parse=number_or_averaging,
-        word=AVERAGING,
-    )
+    factor_decay: float | str = decay_option(0.95)
     inverse_placement: str = option(
         "auto", f"Which of several processes inverts which factor: {', '.join(PLACEMENTS)}"
     )
@@ -257,6 +261,10 @@ class WhitenedAdamOptions(RefreshOptions):
     beta1: float = option(0.9, "Decay of the mean of gradients")
     beta2: float = option(0.95, "Decay of the mean of squared gradients")
     damping: float = option(0.1, "Damping δ, as a fraction of the factor's mean eigenvalue")
+    factor_decay: float | str = decay_option(0.8)
+    rotation_period: int = option(
+        10, "Steps between updates of the eigenbases of the outputs; 0 for no rotation"
+    )
 
     def make(self, model: nn.Module, setup: Setup) -> WhitenedAdam:
         decay = Whitening(factor_decay=self.factor_decay).with_decay(setup.averaging_timescale)  # type: ignore[arg-type]
@@ -265,6 +273,7 @@ class WhitenedAdamOptions(RefreshOptions):
             self.lr if setup.lr is None else setup.lr,
             betas=(self.beta1, self.beta2),
             damping=self.damping,
+            rotation_period=self.rotation_period or None,
             factor_decay=decay.factor_decay,
             **self._shared_arguments(setup),
         )

@@ -96,10 +96,13 @@ class CurvatureAccess:
     def describe(self) -> str:
         """Print and return how the parameters and the loss are treated, and why."""
         text = describe_layers(self.model, self.engine.plan, self.engine.curvature)
-        if self.engine.curvature.options.needs_derivatives:
-            text += f"\n{self.engine.collector.losses.describe()}"
+        text = "\n".join([text, *self._notes()])
         print(text)
         return text
+
+    def _notes(self) -> list[str]:
+        """Return what ``describe()`` says below its table."""
+        return [self.engine.collector.losses.describe()]
 
     def close(self) -> None:
         """Remove all hooks from the model and end the thread; no step can follow."""

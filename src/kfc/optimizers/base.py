@@ -4,7 +4,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,6 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
 
     # GradScaler then leaves scaled gradients and overflows to step().
     _step_supports_amp_scaling = True
-    #: The parts of a parameter's state that are numbers; all others have its shape.
-    scalar_state: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -248,9 +246,13 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
             for key, name in zip(group["params"], group["param_names"], strict=True):
                 for part, value in state_dict["state"].get(key, {}).items():
                     found[f"{name}: {part}"] = list(value.shape)
-                    shape = [] if part in self.scalar_state else state_dict["parameters"][name]
+                    shape = self._state_shape(name, part, state_dict["parameters"][name])
                     expected[f"{name}: {part}"] = shape
         raise_differences("momentum and averages", found, expected)
+
+    def _state_shape(self, name: str, part: str, shape: list[int]) -> list[int]:
+        """Return the shape of a part of a parameter's state, by default that of the parameter."""
+        return shape
 
     def _parameter_shapes(self) -> dict[str, list[int]]:
         return {name: list(parameter.shape) for parameter, name in self._names.items()}

@@ -1,26 +1,27 @@
 """Adam in coordinates in which the inputs of every layer are white."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kfc._helpers import at_least_float32, moved
+from kfc._helpers import at_least_float32, moved, require_whole
 from kfc.curvature.damping import Damping
 from kfc.curvature.options import Decay, Whitening
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import Output
-from kfc.optimizers.adam import STEP, adam_steps_
+from kfc.optimizers.adam import STEP, normalise_, update_means_
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import require_hyper_parameters
+from kfc.optimizers.rotation import BASIS, GRAM, OutputRotation
 from kfc.schedule import Budget, Periods, Stretch
 
 Vector = dict[str, Tensor]
 
 # Ω changes slowly: longer periods than those of Algorithm 1 lose nothing.
-PERIODS = Periods(Stretch(50), Stretch(50))
+PERIODS = Periods(Stretch(50, pace=3), Stretch(50, pace=3))
 
 
 class WhitenedAdam(CurvatureOptimizer):
@@ -28,9 +29,9 @@ class WhitenedAdam(CurvatureOptimizer):
 
     The gradient G of a linear or convolutional layer is multiplied by (Ω + δ I)^(-1/2), where Ω is
     the second moment of the layer's inputs (of its patches, with a 1 for the bias). Adam makes a
-    step from the result. The step is multiplied by (Ω + δ I)^(-1/2) again and scaled to the norm
-    that it had before. Ω comes from forward passes alone. All other parameters are updated by
-    Adam.
+    step from the result, with second moments in the eigenbasis of the layer's outputs. The step is
+    multiplied by (Ω + δ I)^(-1/2) again and scaled to the norm that it had before. Ω comes from
+    forward passes alone. All other parameters are updated by Adam.
 
     >>> optimizer = kfc.WhitenedAdam(model)
     >>> for images, labels in loader:
@@ -55,15 +56,16 @@ class WhitenedAdam(CurvatureOptimizer):
             that matches a parameter applies.
         output: selects the tensor of outputs from what the model returns, if that is not a tensor.
             Its first dimension is that of the examples.
+        rotation_period: the number of steps between refreshes of the eigenbases of the outputs;
+            ``None``: second moments are kept in whitened coordinates, without a rotation.
         factor_decay: ξ, the weight of the old value in the moving average of Ω, at each update of
             the statistics; ``"averaging"``: exp(-1/τ).
-        max_factor_size: layers with a wider Ω keep only its diagonal. The root takes an
-            eigendecomposition, about 20 times the time of KFC's Cholesky decomposition.
+        max_factor_size: layers with a wider Ω keep only its diagonal, and layers with more outputs
+            are not rotated. The root takes an eigendecomposition, about 20 times the time of KFC's
+            Cholesky decomposition.
         schedule: when Ω and its root are refreshed: ``kfc.Periods`` or ``kfc.Budget``.
         parallel: how ranks divide the work, and asynchronous roots: ``kfc.Parallel``.
     """
-
-    scalar_state = (STEP,)
 
     def __init__(
         self,
@@ -77,7 +79,8 @@ class WhitenedAdam(CurvatureOptimizer):
         averaging_timescale: float | None = None,
         groups: Sequence[Mapping[str, Any]] | None = None,
         output: Output | None = None,
-        factor_decay: Decay = 0.95,
+        rotation_period: int | None = 10,
+        factor_decay: Decay = 0.8,
         max_factor_size: int = 4096,
         schedule: Periods | Budget = PERIODS,
         parallel: Parallel | None = None,
@@ -90,6 +93,8 @@ class WhitenedAdam(CurvatureOptimizer):
             "damping": damping,
         }
         require_hyper_parameters(defaults)
+        if rotation_period is not None:
+            require_whole("rotation_period", rotation_period)
         engine = Engine(
             model,
             likelihood="auto",
@@ -102,6 +107,9 @@ class WhitenedAdam(CurvatureOptimizer):
             averaging_timescale=averaging_timescale,
         )
         super().__init__(engine, defaults, groups, averaging_timescale)
+        self._rotation = None
+        if rotation_period is not None:
+            self._rotation = OutputRotation(engine.plan, rotation_period, max_factor_size)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -125,9 +133,9 @@ class WhitenedAdam(CurvatureOptimizer):
         self.engine.update_(batch)  # T_s: moving average of Ω
         self.engine.refresh_inverses(self._layer_damping)  # T_f: (Ω + δ I)^(-1/2)
         with self.engine.schedule.timed("natural gradient"):
-            update = {name: _copied(gradient) for name, gradient in gradients.items()}  # G
-            self.engine.precondition_(update)  # G' = G (Ω + δ I)^(-1/2)
-            self._adam_(update)  # Δ' = m̂ / (√v̂ + ε), with the moments of G'
+            white = {name: _copied(gradient) for name, gradient in gradients.items()}  # G
+            self.engine.precondition_(white)  # G' = G (Ω + δ I)^(-1/2)
+            update = self._adam_steps(white)  # Δ' = m̂ / (√v̂ + ε), with the moments of G'
             self._map_back_(update)  # Δ = Δ' (Ω + δ I)^(-1/2), scaled to the norm of Δ'
             self._times_learning_rate_(update)  # v = -lr Δ
         # A factor that limits the whole update v, for instance by -∇hᵀv, belongs here.
@@ -144,17 +152,37 @@ class WhitenedAdam(CurvatureOptimizer):
         group = next(g for g in self.param_groups if any(p is weight for p in g["params"]))
         return Damping.uniform(float(group["damping"]))
 
-    def _adam_(self, gradients: Vector) -> None:
-        """Replace whitened gradients by Adam's steps, in place, and update the moments.
+    def _adam_steps(self, gradients: Vector) -> Vector:
+        """Return Adam's steps Δ' from whitened gradients G', and update the moments.
 
-        The moments belong to the whitened coordinates, and remain as they are when these change.
+        The first moments are those of G', and the second moments those of the rotated Uᵀ G', which
+        takes the place of G'. Both remain as they are when the coordinates change.
         """
-        bad = self.engine.in_doubt
-        for group, parameters, names in self._by_group(gradients):
+        steps: Vector = {}
+        for group, names, states, bad in self._states_by_group(gradients):
             values = [gradients[name] for name in names]
-            states = [self.state[parameter] for parameter in parameters]
-            here = None if bad is None else moved(bad, values[0].device)
-            adam_steps_(values, states, group["betas"], float(group["eps"]), here)
+            means = update_means_(values, states, group["betas"][0], bad)
+            steps.update(zip(names, means, strict=True))
+        rotation, engine = self._rotation, self.engine
+        if rotation is not None:
+            rotation.update_(gradients, self.state, engine.steps + 1, engine.in_doubt)
+            rotation.apply_(gradients, self.state)
+            rotation.apply_(steps, self.state)
+        for group, names, states, bad in self._states_by_group(gradients):
+            means, values = ([vectors[name] for name in names] for vectors in (steps, gradients))
+            normalise_(means, values, states, group["betas"][1], float(group["eps"]), bad)
+        if rotation is not None:
+            rotation.undo_(steps, self.state)
+        return steps
+
+    def _states_by_group(
+        self, vectors: Vector
+    ) -> Iterator[tuple[dict[str, Any], list[str], list[dict[str, Any]], Tensor | None]]:
+        """Yield (group, names, states, bad) with the flag of a bad step on the same device."""
+        bad = self.engine.in_doubt
+        for group, parameters, names in self._by_group(vectors):
+            here = None if bad is None else moved(bad, parameters[0].device)
+            yield group, names, [self.state[parameter] for parameter in parameters], here
 
     def _map_back_(self, steps: Vector) -> None:
         """Map steps to the coordinates of the network, in place, with the same norm per layer."""
@@ -187,6 +215,19 @@ class WhitenedAdam(CurvatureOptimizer):
             if group["weight_decay"]:
                 torch._foreach_mul_(parameters, 1 - decay)
             torch._foreach_add_(parameters, steps)
+
+    # What users see
+
+    def _notes(self) -> list[str]:
+        if self._rotation is None:
+            return []
+        return [self._rotation.describe()]
+
+    def _state_shape(self, name: str, part: str, shape: list[int]) -> list[int]:
+        if part == STEP:
+            return []
+        rotated = part in (GRAM, BASIS) and name in self.engine.plan.layer_of
+        return OutputRotation.state_shape(self.engine.plan, name) if rotated else shape
 
     @property
     def step_diagnostics(self) -> dict[str, Any]:
