@@ -21,7 +21,7 @@ from kfc.schedule import Budget, Periods, Stretch
 Vector = dict[str, Tensor]
 
 # Ω changes slowly: longer periods than those of Algorithm 1 lose nothing.
-PERIODS = Periods(Stretch(50, pace=3), Stretch(50, pace=3))
+PERIODS = Periods(Stretch(50, pace=3, doubling=True), Stretch(50, pace=3, doubling=True))
 
 
 class WhitenedAdam(CurvatureOptimizer):
