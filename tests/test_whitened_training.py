@@ -252,6 +252,21 @@ def test_a_grad_scaler_changes_nothing(unscale):
     torch.testing.assert_close(*results)
 
 
+def test_a_step_inside_autocast_is_as_precise_as_outside():
+    data, results = [batch() for _ in range(4)], []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = net()
+        optimizer = kfc.WhitenedAdam(model, rotation_period=2)
+        for x, y in data:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                optimizer.step()
+        results.append(state_of(model, optimizer))
+    assert_equal(*results)
+
+
 def test_thawed_parameters_are_trained():
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     model[0].bias.requires_grad_(False)

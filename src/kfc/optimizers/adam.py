@@ -58,7 +58,7 @@ def normalise_(
 
 
 def kept_share(beta: float, like: Sequence[Tensor], bad: Tensor | None) -> float | Tensor:
-    """Return the weight of the old value in a moving average: β, or 1 if the step is bad."""
+    """Return the weight β of an old value, or 1 if the step is bad."""
     if bad is None:
         return beta
     one = torch.ones((), dtype=_widest(like), device=bad.device)

@@ -232,9 +232,11 @@ class Engine:
             return self.curvature.solve_(vectors)
 
     def precondition_(self, vectors: Mapping[str, Tensor]) -> None:
-        """Do what ``solve_()`` does without its inner products and without timing it."""
-        with self.full_precision():
-            self.curvature.precondition_(vectors)
+        """Do what ``solve_()`` does, without its inner products.
+
+        The caller measures the time and turns autocast off.
+        """
+        self.curvature.precondition_(vectors)
 
     def doubt(self, bad: Tensor, quietly: Tensor | None = None) -> None:
         """Mark the step in progress as bad if a boolean scalar on the device is true."""

@@ -11,7 +11,7 @@ from kfc.curvature.damping import Damping
 from kfc.curvature.options import Decay, Whitening
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import Output
-from kfc.optimizers.adam import STEP, normalise_, update_means_
+from kfc.optimizers.adam import STEP, kept_share, normalise_, update_means_
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import require_hyper_parameters
@@ -132,7 +132,7 @@ class WhitenedAdam(CurvatureOptimizer):
 
         self.engine.update_(batch)  # T_s: moving average of Ω
         self.engine.refresh_inverses(self._layer_damping)  # T_f: (Ω + δ I)^(-1/2)
-        with self.engine.schedule.timed("natural gradient"):
+        with self.engine.schedule.timed("natural gradient"), self.engine.full_precision():
             white = {name: _copied(gradient) for name, gradient in gradients.items()}  # G
             self.engine.precondition_(white)  # G' = G (Ω + δ I)^(-1/2)
             update = self._adam_steps(white)  # Δ' = m̂ / (√v̂ + ε), with the moments of G'
@@ -206,14 +206,13 @@ class WhitenedAdam(CurvatureOptimizer):
         """
         for group, parameters, names in self._by_group(update):
             steps = [update[name] for name in names]
-            decay: float | Tensor = float(group["lr"]) * float(group["weight_decay"])
-            if bad is not None:
-                here = moved(bad, steps[0].device)
+            here = None if bad is None else moved(bad, steps[0].device)
+            if here is not None:
                 for step in steps:
                     step.masked_fill_(here, 0)
-                decay = torch.where(here, 0 * steps[0].new_ones(()), decay)
             if group["weight_decay"]:
-                torch._foreach_mul_(parameters, 1 - decay)
+                share = 1 - float(group["lr"]) * float(group["weight_decay"])
+                torch._foreach_mul_(parameters, kept_share(share, steps, here))
             torch._foreach_add_(parameters, steps)
 
     # What users see
