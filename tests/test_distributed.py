@@ -79,6 +79,7 @@ def remains(optimizer, **more):
     """Return all that training has changed."""
     model = optimizer.model
     result = {name: p.detach().clone() for name, p in model.named_parameters()}
+    result |= {f"{name} Ω": factor for name, factor in optimizer.activation_factors.items()}
     for name, factors in optimizer.factors.items():
         result |= {f"{name} {key}": value for key, value in factors._asdict().items()}
     result |= {f"block {name}": block for name, block in optimizer.blocks.items()}
@@ -145,6 +146,25 @@ def trained_in_micro_batches(given, run, part, options, steps=STEPS):
         (weight / 2 * F.cross_entropy(run(images[1::2]), labels[1::2])).backward()
         optimizer.step()
     return remains(optimizer)
+
+
+def trained_by_whitened_adam(given, run, part, options, steps=STEPS):
+    (where, weight) = part
+    options = {"schedule": kfc.Periods(2, 3), "averaging_timescale": 4, **options}
+    # The sum of the last layer's gradients over classes is a rounding error, which a small eps
+    # would not suppress.
+    optimizer = kfc.WhitenedAdam(given, eps=1e-6, weight_decay=0.1, rotation_period=2, **options)
+    for images, labels in batches(steps):
+        optimizer.zero_grad()
+        images, labels = images[where], labels[where]
+        waits = run.no_sync() if isinstance(run, DistributedDataParallel) else nullcontext()
+        with waits:
+            (weight / 2 * F.cross_entropy(run(images[::2]), labels[::2])).backward()
+        (weight / 2 * F.cross_entropy(run(images[1::2]), labels[1::2])).backward()
+        optimizer.step()
+    with optimizer.averaged_parameters():
+        averages = {f"averaged {n}": p.tolist() for n, p in optimizer.model.named_parameters()}
+    return remains(optimizer, **averages)
 
 
 class HalvedSum(kfc.Categorical):
@@ -224,6 +244,15 @@ SCENARIOS = {
     "micro-batches": (trained_in_micro_batches, {}),
     "sums": (trained_on_sums, {}),
     "estimate": (trained_after_estimate, on("shared")),
+    "whitened": (trained_by_whitened_adam, on("auto")),
+    **{
+        f"whitened {placement}": (trained_by_whitened_adam, on(placement))
+        for placement in ("replicated", "shared", "gradients")
+    },
+    "whitened, wide factors": (
+        trained_by_whitened_adam,
+        {**on("gradients"), "max_factor_size": 10},
+    ),
     **{
         f"ekfac {placement}": (
             trained_after_estimate,
@@ -234,7 +263,7 @@ SCENARIOS = {
 }
 
 # Scenarios of ten steps.
-ALL_STEPS = ("shared", "replicated", "gradients", "auto", "kfac")
+ALL_STEPS = ("shared", "replicated", "gradients", "auto", "kfac", "whitened")
 
 
 def steps_of(name):

@@ -11,7 +11,7 @@ from torch import nn
 import kfc
 from reference import fitting_loss
 
-CONSTRUCTORS = (kfc.KFC, kfc.KFAC, kfc.Preconditioner)
+CONSTRUCTORS = (kfc.KFC, kfc.KFAC, kfc.Preconditioner, kfc.WhitenedAdam)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,8 @@ def test_hyper_parameters_out_of_range(option, value):
         (kfc.KFAC, "adaptation", 0.1),
         (kfc.Preconditioner, "schedule", (10, 20)),
         (kfc.Preconditioner, "parallel", "auto"),
+        (kfc.WhitenedAdam, "schedule", 50),
+        (kfc.WhitenedAdam, "parallel", "auto"),
     ],
 )
 def test_options_of_the_wrong_type(method, option, value):

@@ -26,6 +26,13 @@ def test_stretch_starts_at_one_and_ends_at_its_limit():
     assert gaps[-5:] == [10] * 5
 
 
+def test_a_doubling_period_has_few_due_steps_on_the_way_to_a_high_limit():
+    stretch = kfc.Stretch(50, pace=3, doubling=True)
+    due = [k for k in range(1, 401) if k == 1 or k % stretch.at(k) == 0]
+    early = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160]
+    assert due == [*early, 200, 250, 300, 350, 400]
+
+
 parts = st.floats(0, 10, allow_subnormal=False)
 costs = st.builds(Seconds, st.floats(0.1, 10), parts, parts, parts)
 periods = st.none() | st.integers(1, 50) | st.builds(kfc.Stretch, st.integers(1, 50))

@@ -4,7 +4,7 @@ from kfc import fisher, layers, moments
 from kfc.curvature.options import EKFAC, PRONG, SUA, Diagonal, Kronecker
 from kfc.distributed.options import Parallel
 from kfc.fisher.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from kfc.optimizers import KFAC, KFC, Preconditioner
+from kfc.optimizers import KFAC, KFC, Preconditioner, WhitenedAdam
 from kfc.optimizers.options import Adaptation, FisherClip
 from kfc.schedule import Budget, Periods, Stretch
 
@@ -29,6 +29,7 @@ __all__ = [
     "Periods",
     "Preconditioner",
     "Stretch",
+    "WhitenedAdam",
     "fisher",
     "layers",
     "moments",

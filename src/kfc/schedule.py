@@ -26,13 +26,18 @@ class Stretch:
     Curvature changes fastest at the start. The period is 1 up to step ``2 * pace - 1``, then
     ``step // pace``, so that nothing in use is older than about 1/pace of the run.
 
+    A period that grows by one has a multiple among any ``pace`` steps until it reaches its limit.
+    If the limit is much larger than the pace, let the period double instead.
+
     Args:
         limit: the longest period, in steps.
         pace: how slowly the period grows.
+        doubling: round ``step // pace`` down to a power of two.
     """
 
     limit: int
     pace: int = 12
+    doubling: bool = False
 
     def __post_init__(self) -> None:
         require_whole("Stretch's limit", self.limit)
@@ -40,7 +45,10 @@ class Stretch:
 
     def at(self, step: int) -> int:
         """Return the period in force at a step."""
-        return min(self.limit, max(1, step // self.pace))
+        period = max(1, step // self.pace)
+        if self.doubling:
+            period = 1 << (period.bit_length() - 1)
+        return min(self.limit, period)
 
 
 Period = int | Stretch

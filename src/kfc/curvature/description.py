@@ -26,7 +26,7 @@ def describe_layers(model: nn.Module, plan: Plan, curvature: ModelCurvature) -> 
             rows.append((name, shape, "frozen", "", "", "requires_grad is False"))
             continue
         if name in plan.plain:
-            rows.append((name, shape, "plain gradient", "", "", plan.plain[name]))
+            rows.append((name, shape, curvature.options.fallback, "", "", plan.plain[name]))
             continue
         layer = curvature.layers[plan.layer_of[name][0]]
         if plan.layer_of[name][0] in described:

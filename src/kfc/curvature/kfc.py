@@ -128,16 +128,22 @@ class FactorStatistics(LayerStatistics):
 
     def activation_sums(self, inputs: Tensor, outputs: Tensor) -> tuple[Any, ...]:
         """Return what one call adds to the statistics of activations: its part of Ω."""
-        if "weight" not in self.trained:
-            # The row of every location is the leading 1.
-            rows = outputs.numel() // (self.layer.groups * self.layer.factor_sizes()[1])
-            return (inputs.new_full((self.layer.groups, 1, 1), rows),)
-        source = self.layer.row_source(inputs, outputs)
-        homogeneous, diagonal = "bias" in self.trained, self.wide_activation
-        moment = self.layer.activation_moment(source, homogeneous=homogeneous, diagonal=diagonal)
-        return (moment,)
+        return (activation_sum(self.layer, inputs, outputs, diagonal=self.wide_activation),)
 
     def activation_moments(self, examples: int) -> tuple[Moment, ...]:
         """Return the moments of activations, from the sums over all calls."""
         (total,) = self.activation
         return (Moment(total, examples, of_derivatives=False),)
+
+
+def activation_sum(
+    layer: MatrixLayer, inputs: Tensor, outputs: Tensor, *, diagonal: bool
+) -> Tensor:
+    """Return the part of Ω of one call: Σ rowᵀ row, (groups, n, n), or only its diagonal."""
+    trained = layer.trained()
+    if "weight" not in trained:
+        # The row of every location is the leading 1.
+        rows = outputs.numel() // (layer.groups * layer.factor_sizes()[1])
+        return inputs.new_full((layer.groups, 1, 1), rows)
+    source = layer.row_source(inputs, outputs)
+    return layer.activation_moment(source, homogeneous="bias" in trained, diagonal=diagonal)

@@ -104,6 +104,11 @@ class LayerCurvature(ABC):
         """Return Ω and Γ, batched over groups, if the block consists of them."""
         return None
 
+    def activation_factor(self) -> Tensor | None:
+        """Return Ω, batched over groups, if the block has one and there are statistics."""
+        factors = self.factors()
+        return None if factors is None else factors.activation
+
     def note(self) -> str:
         """Return what ``describe`` adds to the treatment's name."""
         return ""

@@ -1,7 +1,7 @@
 """The approximate Fisher matrix of a model: one block per layer."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -181,17 +181,27 @@ class ModelCurvature:
         Returns:
             vᵀ F̂_damped⁻¹ v, summed over the entries of each parameter, by its name.
         """
+        products: dict[str, Tensor] = {}
+        for natural in self._solutions(vectors):
+            products |= inner_products({name: vectors[name] for name in natural}, natural)
+            _replace_(vectors, natural)
+        plain = {name: vector for name, vector in vectors.items() if name not in products}
+        return products | inner_products(plain, plain)
+
+    def precondition_(self, vectors: Mapping[str, Tensor]) -> None:
+        """Do what ``solve_()`` does, without its inner products."""
+        for natural in self._solutions(vectors):
+            _replace_(vectors, natural)
+
+    def _solutions(self, vectors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Yield F̂_damped⁻¹ v by parameter name, one layer at a time."""
         by_layer: dict[str, dict[str, str]] = {}
         for name in vectors:
             if name in self._layer_of:
                 layer, role = self._layer_of[name]
                 by_layer.setdefault(layer, {})[role] = name
-        products: dict[str, Tensor] = {}
         found = ((layer, self._solve_layer(layer, by_layer[layer], vectors)) for layer in by_layer)
-        for natural in self._reducer.completed(found):
-            products |= _replace_(vectors, natural)
-        plain = {name: vector for name, vector in vectors.items() if name not in products}
-        return products | inner_products(plain, plain)
+        return self._reducer.completed(found)
 
     def _solve_layer(
         self, layer: str, names: Mapping[str, str], vectors: Mapping[str, Tensor]
@@ -259,12 +269,10 @@ class ModelCurvature:
         return layers
 
 
-def _replace_(vectors: Mapping[str, Tensor], natural: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replace vectors by natural gradients, in place, and return their inner products."""
-    products = inner_products({name: vectors[name] for name in natural}, natural)
+def _replace_(vectors: Mapping[str, Tensor], natural: Mapping[str, Tensor]) -> None:
+    """Replace vectors by natural gradients, in place."""
     for name, value in natural.items():
         vectors[name].copy_(value)
-    return products
 
 
 def inner_products(

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Self
 
 from kfc._helpers import require_choice, require_number, require_whole
@@ -14,6 +14,7 @@ from kfc.curvature.kronecker import INVERSES
 from kfc.curvature.layer import LayerCurvature
 from kfc.curvature.prong import PRONGCurvature
 from kfc.curvature.sua import SUACurvature
+from kfc.curvature.whitening import WhiteningCurvature
 from kfc.layers import Layer, MatrixLayer, NormalisationLayer
 
 FisherKind = Literal["sampled", "exact", "empirical"]
@@ -33,6 +34,10 @@ class Approximation(ABC):
 
     #: The string that stands for the approximation with its default options.
     name: ClassVar[str]
+    #: Whether statistics need derivatives with respect to the layers' outputs.
+    needs_derivatives: ClassVar[bool] = True
+    #: How ``describe`` names the treatment of parameters without a block.
+    fallback: ClassVar[str] = "plain gradient"
 
     def __post_init__(self) -> None:
         require_choice("fisher", self.fisher, ("sampled", "exact", "empirical"))
@@ -59,6 +64,10 @@ class Approximation(ABC):
     def inverse_kind(self) -> str:
         """The kind of a layer's inverse, as checkpoints record it."""
         return self.name
+
+    def exclusion(self, layer: Layer) -> str | None:
+        """Return why a layer has no block, or ``None`` if it has one."""
+        return None
 
     def for_layer(self, layer: Layer) -> LayerCurvature:
         """Return the empty curvature of a layer."""
@@ -165,6 +174,35 @@ class Diagonal(Approximation):
 
     def for_matrix(self, layer: MatrixLayer) -> LayerCurvature:
         return DiagonalCurvature(layer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whitening(Approximation):
+    """Ω alone, from forward passes; for ``kfc.WhitenedAdam``, which applies (Ω + δ I)^(-1/2).
+
+    Args:
+        factor_decay: see ``Kronecker``.
+        max_factor_size: wider factors keep their diagonal only.
+    """
+
+    fisher: FisherKind = field(default="sampled", init=False, repr=False)  # no targets are used
+    max_factor_size: int = 8192
+
+    name: ClassVar[str] = "whitening"
+    needs_derivatives: ClassVar[bool] = False
+    fallback: ClassVar[str] = "Adam"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("max_factor_size", self.max_factor_size)
+
+    def exclusion(self, layer: Layer) -> str | None:
+        if isinstance(layer, MatrixLayer):
+            return None
+        return f"{type(layer.module).__name__} does not multiply its inputs by a matrix"
+
+    def for_matrix(self, layer: MatrixLayer) -> LayerCurvature:
+        return WhiteningCurvature(layer, self.max_factor_size)
 
 
 CurvatureChoice = Literal["kfc", "sua", "prong", "ekfac", "diagonal"] | Approximation

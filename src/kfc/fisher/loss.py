@@ -31,6 +31,7 @@ class Loss:
     Args:
         likelihood: what the outputs parametrise; ``None``: chosen from the first backward pass.
         strict: raise an error if the loss does not fit the likelihood; otherwise warn once.
+        quiet: neither raise nor warn, because only the excess of the loss is needed.
         name: the name of the output, if there are several.
 
     Attributes:
@@ -42,10 +43,14 @@ class Loss:
             reduction says.
     """
 
-    def __init__(self, likelihood: Likelihood | None, *, strict: bool, name: str = "") -> None:
+    def __init__(
+        self, likelihood: Likelihood | None, *, strict: bool, quiet: bool = False, name: str = ""
+    ) -> None:
         self.likelihood = likelihood
         self.reason = "" if likelihood is None else "given"
         self.mode = "silent"
+        self._fits = True
+        self._quiet = quiet
         self._is_automatic = likelihood is None
         self._strict = strict
         self._name = name
@@ -63,6 +68,11 @@ class Loss:
     def is_read(self) -> bool:
         """Whether weights are read from the loss."""
         return self.mode in ("terms", "elements", "largest")
+
+    @property
+    def tells_excess(self) -> bool:
+        """Whether the excess of the loss follows from its derivative."""
+        return self.likelihood is not None and (self._fits or not self._quiet)
 
     # Examination
 
@@ -141,6 +151,9 @@ class Loss:
             )
 
     def _report(self, message: str) -> None:
+        self._fits = False
+        if self._quiet:
+            return
         if self._name:
             message = f"output {self._name!r}: {message}"
         if self._strict:

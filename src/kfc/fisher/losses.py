@@ -20,14 +20,22 @@ class Losses:
         choice: the likelihood, or a dict with that of each output; ``"auto"``: from the loss.
         output: selects the tensor of outputs, or a dict of them, from what the model returns.
         strict: raise an error if the loss does not fit the likelihood, instead of a warning.
+        quiet: do neither, because only the excess of the loss is needed.
     """
 
-    def __init__(self, choice: LikelihoodChoice, output: Output | None, *, strict: bool) -> None:
+    def __init__(
+        self,
+        choice: LikelihoodChoice,
+        output: Output | None,
+        *,
+        strict: bool,
+        quiet: bool = False,
+    ) -> None:
         self.output = output
         self.by_name: dict[str, Loss] = {}
         for name, each in named(choice).items():
             likelihood = None if each == "auto" else resolve_likelihood(each, "auto")
-            self.by_name[name] = Loss(likelihood, strict=strict, name=name)
+            self.by_name[name] = Loss(likelihood, strict=strict, quiet=quiet, name=name)
         # The ratio of the weights that were read to those of the reduction.
         self._ratio: Tensor | float = 1.0
         reductions = {likelihood.reduction for likelihood in self.likelihoods.values()}

@@ -16,6 +16,7 @@ from kfc.optimizers.skipping import named_ranks
 ADVICE = {
     "kfc": "try a smaller --lr or a larger --damping",
     "kfac": "try a larger --initial-model-damping",
+    "whitened-adam": "try a smaller --lr or a larger --damping",
     "muon": "try a smaller --lr or --adamw-lr",
 }
 

@@ -11,11 +11,13 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from kfc.curvature.options import APPROXIMATIONS, AVERAGING, Approximation
+from kfc.curvature.options import APPROXIMATIONS, AVERAGING, Whitening
 from kfc.distributed.options import PLACEMENTS, Parallel
+from kfc.lab.muon import Muon
 from kfc.lab.options import ConfigError, Option, check_options, number_or, option, options_of
-from kfc.optimizers import KFAC, KFC
+from kfc.optimizers import KFAC, KFC, WhitenedAdam
 from kfc.optimizers.options import Adaptation, FisherClip
+from kfc.optimizers.whitened import PERIODS
 from kfc.schedule import Budget, Periods, Stretch
 
 
@@ -69,7 +71,7 @@ class OptimizerOptions(ABC):
         return 0
 
 
-# KFC and KFAC
+# Our optimizers
 
 
 def number_or_averaging(text: str) -> float | str:
@@ -77,25 +79,72 @@ def number_or_averaging(text: str) -> float | str:
     return number_or(AVERAGING, text)
 
 
+def decay_option(default: float) -> Any:
+    return option(
+        default,
+        "Weight ξ of the old value in the moving averages, at each update of the factors; "
+        f'"{AVERAGING}" for exp(-1/τ), as in the paper, with τ that of the averaged parameters',
+        parse=number_or_averaging,
+        word=AVERAGING,
+    )
+
+
 CLIP = "Limit C of the Fisher norm of an update; 0 for no limit"
 BOUND = "Share κ of the excess loss that a step may promise to remove; 0 for no bound"
 
 
 @dataclass(frozen=True)
-class CurvatureOptions(OptimizerOptions):
-    """Options that KFC and KFAC have in common."""
+class RefreshOptions(OptimizerOptions):
+    """Options that KFC, KFAC and WhitenedAdam have in common."""
 
-    batch_size = 512
     periods: ClassVar[Periods] = Periods()  # where no period is given
-    estimates_first: ClassVar[bool]  # whether to make a first estimate if no number is given
     statistics_period: int | None = option(
         None,
-        "Steps T_s between updates of the factors; by default 1 for kfac, rising to 10 for kfc",
+        "Steps T_s between updates of the factors; by default 1 for kfac, rising to 10 for kfc and "
+        "to 50 for whitened-adam",
         positive=True,
     )
     inverse_period: int | None = option(
-        None, "Steps T_f between updates of the inverses; by default rising to 20", positive=True
+        None,
+        "Steps T_f between updates of the inverses; by default rising to 20, for whitened-adam to "
+        "50",
+        positive=True,
     )
+    factor_decay: float | str = decay_option(0.95)
+    inverse_placement: str = option(
+        "auto", f"Which of several processes inverts which factor: {', '.join(PLACEMENTS)}"
+    )
+    asynchronous_inverses: bool = option(
+        False, "Compute inverses in a thread while training continues"
+    )
+    max_staleness: int | None = option(
+        None, "Largest age in steps of asynchronous inverses; by default T_f"
+    )
+
+    def _shared_arguments(self, setup: Setup) -> dict[str, Any]:
+        """Return the arguments that all of them have in common."""
+        return {
+            "groups": setup.groups(((name, name) for name in setup.weight_costs), key="prefix"),
+            "schedule": Periods(
+                self.statistics_period or self.periods.statistics,
+                self.inverse_period or self.periods.inverse,
+            ),
+            "parallel": Parallel(
+                placement=self.inverse_placement,  # type: ignore[arg-type]
+                asynchronous=self.asynchronous_inverses,
+                max_staleness=self.max_staleness,
+                # A resumed run continues bit for bit, so nothing may depend on a thread's speed.
+                deterministic=self.asynchronous_inverses,
+            ),
+        }
+
+
+@dataclass(frozen=True)
+class CurvatureOptions(RefreshOptions):
+    """Options that KFC and KFAC have in common."""
+
+    batch_size = 512
+    estimates_first: ClassVar[bool]  # whether to make a first estimate if no number is given
     curvature: str = option(
         "kfc",
         f"Approximation of the Fisher matrix: {', '.join(APPROXIMATIONS)}",
@@ -105,27 +154,11 @@ class CurvatureOptions(OptimizerOptions):
         None, "Targets of the Fisher matrix: sampled (default), exact or empirical"
     )
     inverse: str | None = option(None, "Form of the damped inverse: factored (default) or eigen")
-    factor_decay: float | str = option(
-        Approximation.factor_decay,
-        "Weight ξ of the old value in the moving averages, at each update of the factors; "
-        f'"{AVERAGING}" for exp(-1/τ), as in the paper, with τ that of the averaged parameters',
-        parse=number_or_averaging,
-        word=AVERAGING,
-    )
     estimate_factors: int | None = option(
         None,
         "Training examples for a first estimate of the factors, before the first update, as in "
         "Algorithm 1; 0 for none; by default all for kfc and none for kfac, which updates its "
         "factors in every step",
-    )
-    inverse_placement: str = option(
-        "auto", f"Which of several processes inverts which factor: {', '.join(PLACEMENTS)}"
-    )
-    asynchronous_inverses: bool = option(
-        False, "Compute inverses in a thread while training continues"
-    )
-    max_staleness: int | None = option(
-        None, "Largest age in steps of asynchronous inverses; by default T_f"
     )
 
     def __post_init__(self) -> None:
@@ -155,21 +188,10 @@ class CurvatureOptions(OptimizerOptions):
         if foreign := given.keys() - {each.name for each in fields(approximation)}:
             raise ConfigError(f"{foreign.pop()} has no effect with curvature {self.curvature!r}")
         return {
-            "groups": setup.groups(((name, name) for name in setup.weight_costs), key="prefix"),
+            **self._shared_arguments(setup),
             "likelihood": setup.likelihood,
             "seed": setup.seed,
             "curvature": approximation(**given).with_decay(setup.averaging_timescale),
-            "schedule": Periods(
-                self.statistics_period or self.periods.statistics,
-                self.inverse_period or self.periods.inverse,
-            ),
-            "parallel": Parallel(
-                placement=self.inverse_placement,  # type: ignore[arg-type]
-                asynchronous=self.asynchronous_inverses,
-                max_staleness=self.max_staleness,
-                # A resumed run continues bit for bit, so nothing may depend on a thread's speed.
-                deterministic=self.asynchronous_inverses,
-            ),
         }
 
 
@@ -237,6 +259,34 @@ class KFACOptions(CurvatureOptions):
             adaptation=adaptation,
             clip=self.fisher_clip or None,
             **self._arguments(setup),
+        )
+
+
+@dataclass(frozen=True)
+class WhitenedAdamOptions(RefreshOptions):
+    """Options of ``kfc.WhitenedAdam``."""
+
+    lr, batch_size, periods = 1e-2, 128, PERIODS
+    beta1: float = option(0.9, "Decay of the mean of gradients")
+    beta2: float = option(0.99, "Decay of the mean of squared gradients")
+    damping: float = option(0.1, "Damping δ, as a fraction of the factor's mean eigenvalue")
+    factor_decay: float | str = decay_option(0.8)
+    rotation_period: int = option(
+        10, "Steps between updates of the eigenbases of the outputs; 0 for no rotation"
+    )
+    loss_bound: float = option(0.25, BOUND)
+
+    def make(self, model: nn.Module, setup: Setup) -> WhitenedAdam:
+        decay = Whitening(factor_decay=self.factor_decay).with_decay(setup.averaging_timescale)  # type: ignore[arg-type]
+        return WhitenedAdam(
+            model,
+            self.lr if setup.lr is None else setup.lr,
+            betas=(self.beta1, self.beta2),
+            damping=self.damping,
+            loss_bound=self.loss_bound or None,
+            rotation_period=self.rotation_period or None,
+            factor_decay=decay.factor_decay,
+            **self._shared_arguments(setup),
         )
 
 
@@ -310,59 +360,7 @@ class MuonOptions(OptimizerOptions):
     adamw_lr: float = option(3e-3, "Learning rate of the parameters that AdamW trains")
 
     def make(self, model: nn.Module, setup: Setup) -> Optimizer:
-        return Muon(model, setup, self)
-
-
-class Muon:
-    """torch's Muon for the hidden weights and AdamW for all other parameters.
-
-    Muon takes matrices; a convolution's weight becomes one with a row for each output map. AdamW
-    trains the last layer, the biases and the scales, as Muon's author recommends.
-    """
-
-    def __init__(self, model: nn.Module, setup: Setup, options: MuonOptions) -> None:
-        if not is_installed("muon"):
-            raise ValueError(f"muon needs torch 2.9 or later, this is torch {torch.__version__}")
-        parameters = dict(model.named_parameters())
-        hidden = [name for name, parameter in parameters.items() if parameter.dim() > 1][:-1]
-        self._weights = [parameters.pop(name) for name in hidden]
-        self._matrices = [nn.Parameter(as_matrix(weight.detach())) for weight in self._weights]
-        rest = setup.groups(parameters.items(), lr=options.adamw_lr)
-        self._optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest)]
-        if hidden:
-            groups = setup.groups(zip(hidden, self._matrices, strict=True), lr=setup.lr)
-            self._optimizers.append(torch.optim.Muon(groups, momentum=options.momentum))
-
-    def zero_grad(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-        for weight in self._weights:
-            weight.grad = None
-
-    def step(self) -> None:
-        for weight, matrix in zip(self._weights, self._matrices, strict=True):
-            matrix.grad = None if weight.grad is None else as_matrix(weight.grad, like=weight)
-        for optimizer in self._optimizers:
-            optimizer.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"parts": [optimizer.state_dict() for optimizer in self._optimizers]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for optimizer, state in zip(self._optimizers, state_dict["parts"], strict=True):
-            optimizer.load_state_dict(state)
-
-
-def as_matrix(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return a matrix with one row for each output map, in the memory order of ``like``.
-
-    The matrix of ``like`` itself is a view, so that a step on the matrix is a step on the weight.
-    The order of the columns does not affect the orthogonal factor.
-    """
-    like = tensor if like is None else like
-    if like.dim() == 4 and not like.is_contiguous():
-        tensor = tensor.permute(0, 2, 3, 1)
-    return tensor.flatten(1)
+        return Muon(model, setup, momentum=self.momentum, adamw_lr=self.adamw_lr)
 
 
 # All optimizers
@@ -372,6 +370,7 @@ Optimizer: TypeAlias = torch.optim.Optimizer | Muon
 OPTIMIZERS: dict[str, type[OptimizerOptions]] = {
     "kfc": KFCOptions,
     "kfac": KFACOptions,
+    "whitened-adam": WhitenedAdamOptions,
     "sgd": SGDOptions,
     "adam": AdamOptions,
     "adamw": AdamWOptions,

@@ -1,6 +1,7 @@
 """Which layer class describes a module, and how every parameter of a model is treated."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import singledispatch
 
@@ -65,6 +66,20 @@ class Plan:
     layers: dict[str, Layer]
     plain: dict[str, str]
     layer_of: dict[str, tuple[str, str]]
+
+    def without(self, excluded: Mapping[str, str]) -> "Plan":
+        """Return the plan with the plain gradient for some layers.
+
+        Args:
+            excluded: the reason by layer name.
+        """
+        owners = {name: layer for name, (layer, _) in self.layer_of.items()}
+        return Plan(
+            {name: layer for name, layer in self.layers.items() if name not in excluded},
+            self.plain
+            | {name: excluded[layer] for name, layer in owners.items() if layer in excluded},
+            {name: place for name, place in self.layer_of.items() if place[0] not in excluded},
+        )
 
 
 def find_layers(model: nn.Module) -> Plan:

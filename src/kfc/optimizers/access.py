@@ -48,6 +48,17 @@ class CurvatureAccess:
         return found
 
     @property
+    def activation_factors(self) -> dict[str, Tensor]:
+        """Ω of every layer that has one by name, once there are statistics; see ``factors``."""
+        layers = self.engine.curvature.layers.items()
+        found = {name: layer.activation_factor() for name, layer in layers}
+        return {
+            name: factor.squeeze(0) if factor.shape[0] == 1 else factor
+            for name, factor in found.items()
+            if factor is not None
+        }
+
+    @property
     def blocks(self) -> dict[str, Tensor]:
         """The Fisher blocks of every normalisation layer by name, (channels, 2, 2)."""
         return {
@@ -85,9 +96,13 @@ class CurvatureAccess:
     def describe(self) -> str:
         """Print and return how the parameters and the loss are treated, and why."""
         text = describe_layers(self.model, self.engine.plan, self.engine.curvature)
-        text += f"\n{self.engine.collector.losses.describe()}"
+        text = "\n".join([text, *self._notes()])
         print(text)
         return text
+
+    def _notes(self) -> list[str]:
+        """Return what ``describe()`` says below its table."""
+        return [self.engine.collector.losses.describe()]
 
     def close(self) -> None:
         """Remove all hooks from the model and end the thread; no step can follow."""
@@ -113,7 +128,8 @@ class CurvatureAccess:
                 total number.
         """
         engine, collector = self.engine, self.engine.collector
-        if engine.curvature.options.fisher == "empirical":
+        options, losses = engine.curvature.options, collector.losses
+        if options.fisher == "empirical":
             raise ValueError(
                 'estimate_factors draws targets from the model; with fisher="empirical" the '
                 "backward passes of the first steps give the factors"
@@ -123,7 +139,8 @@ class CurvatureAccess:
                 "no statistics are gathered in evaluation mode; call model.train() before "
                 "estimate_factors"
             )
-        if loss is None and len(collector.losses.likelihoods) < len(collector.losses.by_name):
+        known = len(losses.likelihoods) == len(losses.by_name)
+        if loss is None and options.needs_derivatives and not known:
             raise ValueError(
                 "before the first backward pass the likelihood is not known: pass the loss, as in "
                 "estimate_factors(loader, lambda out, batch: F.cross_entropy(out, batch[1])), or "

@@ -117,6 +117,11 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
             result.update(zip(names, new, strict=True))
         return result
 
+    def _times_learning_rate_(self, directions: Mapping[str, Tensor]) -> None:
+        """Multiply directions by -α, in place."""
+        for group, _, names in self._by_group(directions):
+            torch._foreach_mul_([directions[name] for name in names], -float(group["lr"]))
+
     def _unscale(self) -> tuple[float | Tensor, Tensor | None]:
         """Return the loss scale of ``torch.amp.GradScaler``, and whether it overflowed.
 
@@ -241,8 +246,13 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
             for key, name in zip(group["params"], group["param_names"], strict=True):
                 for part, value in state_dict["state"].get(key, {}).items():
                     found[f"{name}: {part}"] = list(value.shape)
-                    expected[f"{name}: {part}"] = state_dict["parameters"][name]
+                    shape = self._state_shape(name, part, state_dict["parameters"][name])
+                    expected[f"{name}: {part}"] = shape
         raise_differences("momentum and averages", found, expected)
+
+    def _state_shape(self, name: str, part: str, shape: list[int]) -> list[int]:
+        """Return the shape of a part of a parameter's state, by default that of the parameter."""
+        return shape
 
     def _parameter_shapes(self) -> dict[str, list[int]]:
         return {name: list(parameter.shape) for parameter, name in self._names.items()}

@@ -50,10 +50,10 @@ class LossBound:
 
         Args:
             momentum: ∇hᵀ(μ m_old); zero without momentum.
-            update: ∇hᵀv, which is not positive.
+            update: ∇hᵀv.
             excess: E of the objective.
         """
-        is_uphill = momentum + update > 0
+        is_uphill = (momentum + update > 0) & (momentum > 0)
         promise = -torch.where(is_uphill, update, momentum + update)
         limit = self._share * moved(excess, promise.device).to(promise)
         # Not so if one of them is NaN, which skips the step anyway.
@@ -131,9 +131,10 @@ def _parts_of_pass(
     for name, derivatives in observation.derivatives.items():
         loss, outputs = losses.by_name[name], observation.outputs[name]
         found = [each for each in derivatives if each is not None]
-        if loss.likelihood is None or len(found) < len(derivatives):
+        if not loss.tells_excess or len(found) < len(derivatives):
             yield None
             continue
+        assert loss.likelihood is not None
         if not loss.is_read:
             found = [torch.stack(found).sum(0)]  # parts of one loss, as far as can be told
         for derivative, weights in zip(

@@ -77,10 +77,13 @@ class Engine:
         if not isinstance(parallel, (Parallel, type(None))):
             raise TypeError(f"parallel must be kfc.Parallel or None, got {parallel!r}")
         parallel = parallel or Parallel()
-        losses = Losses(likelihood, output, strict=strict)
+        quiet = not options.needs_derivatives
+        losses = Losses(likelihood, output, strict=strict, quiet=quiet)
         model, self.reducer = make_reducer(model, parallel)
         self.model = model
-        self.plan = find_layers(model)
+        plan = find_layers(model)
+        reasons = {name: options.exclusion(layer) for name, layer in plan.layers.items()}
+        self.plan = plan.without({name: reason for name, reason in reasons.items() if reason})
         self.device = next(model.parameters()).device
         self.schedule = Schedule(schedule, self.device, self.reducer.mean, norm_rate)
         self.curvature = ModelCurvature(self.plan, options, self.reducer)
@@ -228,6 +231,13 @@ class Engine:
         """
         with self.schedule.timed("natural gradient"), self.full_precision():
             return self.curvature.solve_(vectors)
+
+    def precondition_(self, vectors: Mapping[str, Tensor]) -> None:
+        """Do what ``solve_()`` does, without its inner products.
+
+        The caller measures the time and turns autocast off.
+        """
+        self.curvature.precondition_(vectors)
 
     def doubt(self, bad: Tensor, quietly: Tensor | None = None) -> None:
         """Mark the step in progress as bad if a boolean scalar on the device is true."""

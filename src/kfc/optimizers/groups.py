@@ -13,6 +13,8 @@ from kfc.layers import Plan
 HYPER_PARAMETERS = {
     "lr": float("inf"),
     "momentum": 1.0,
+    "betas": 1.0,  # of both
+    "eps": float("inf"),
     "weight_decay": float("inf"),
     "damping": float("inf"),
 }
@@ -21,14 +23,24 @@ HYPER_PARAMETERS = {
 def require_hyper_parameters(values: Mapping[str, Any], where: str = "") -> None:
     """Raise an error that names the first value out of range."""
     for name, value in values.items():
-        require_number(where + name, value, below=HYPER_PARAMETERS[name])
+        if name == "betas":
+            _require_pair(where + name, value, HYPER_PARAMETERS[name])
+        else:
+            require_number(where + name, value, below=HYPER_PARAMETERS[name])
+
+
+def _require_pair(name: str, value: object, below: float) -> None:
+    if not isinstance(value, Sequence) or len(value) != 2:
+        raise ValueError(f"{name} must be two numbers, got {value!r}")
+    for index, number in enumerate(value):
+        require_number(f"{name}[{index}]", number, below=below)
 
 
 def build_groups(
     model: nn.Module,
     plan: Plan,
     overrides: Sequence[Mapping[str, Any]] | None,
-    defaults: Mapping[str, float],
+    defaults: Mapping[str, Any],
     fallback_lr: float | None,
 ) -> list[dict[str, Any]]:
     """Return param groups for ``torch.optim.Optimizer``.
@@ -68,7 +80,7 @@ def build_groups(
     return groups
 
 
-def _checked(override: Mapping[str, Any], index: int, known: Mapping[str, float]) -> dict[str, Any]:
+def _checked(override: Mapping[str, Any], index: int, known: Mapping[str, Any]) -> dict[str, Any]:
     where = f"groups[{index}]"
     if not isinstance(override, Mapping) or "prefix" not in override:
         raise ValueError(f'{where} must be a dict with a "prefix", got {override!r}')

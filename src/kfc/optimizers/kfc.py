@@ -165,11 +165,6 @@ class KFC(CurvatureOptimizer):
         group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
         return float(group["weight_decay"]) + float(group["damping"])
 
-    def _times_learning_rate_(self, natural: Vector) -> None:
-        """Multiply natural gradients by -α, in place."""
-        for group, _, names in self._by_group(natural):
-            torch._foreach_mul_([natural[name] for name in names], -float(group["lr"]))
-
     # Clipping
 
     def _clip_factor(self, update: Vector, estimate: Tensor | None) -> float | Tensor | None:

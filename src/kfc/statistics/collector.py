@@ -39,8 +39,8 @@ MAX_WAITING, MAX_UNUSED = 4, 1024
 class Collector:
     """Collects statistics from the forward passes between two steps.
 
-    ``ModelHooks`` report to it. If statistics are due, the user's
-    backward pass begins with one to the pre-activations, with targets drawn from the model.
+    ``ModelHooks`` report to it. If statistics are due and need derivatives, the user's backward
+    pass begins with one to the pre-activations, with targets drawn from the model.
 
     Args:
         losses: the losses of the model's outputs.
@@ -78,6 +78,8 @@ class Collector:
         self.spent = self.spent_in_forward = 0.0
         self._curvature = curvature
         self._fisher = curvature.options.fisher
+        needs_derivatives = curvature.options.needs_derivatives
+        self._draws_targets = needs_derivatives and self._fisher != "empirical"
         self._reducer = reducer
         self._step = 1
         self._due = True
@@ -251,7 +253,7 @@ class Collector:
         likelihood, recorded = loss.likelihood, observation.recorded
         is_first = name not in observation.derivatives
         observation.add_derivative(name, derivative)
-        if recorded is None or likelihood is None or self._fisher == "empirical":
+        if recorded is None or likelihood is None or not self._draws_targets:
             return
         if not (is_first or loss.is_read):
             return  # as in weights_by_pass

@@ -1,0 +1,295 @@
+"""Adam in coordinates in which the inputs of every layer are white."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfc._helpers import at_least_float32, moved, require_keys, require_number, require_whole
+from kfc.curvature.damping import Damping
+from kfc.curvature.options import Decay, Whitening
+from kfc.distributed.options import Parallel
+from kfc.fisher.heads import LikelihoodChoice, Output
+from kfc.optimizers.adam import STEP, kept_share, normalise_, update_means_
+from kfc.optimizers.base import CurvatureOptimizer
+from kfc.optimizers.bound import LossBound, excess_loss, inner_product
+from kfc.optimizers.engine import Engine, check_version
+from kfc.optimizers.groups import require_hyper_parameters
+from kfc.optimizers.rotation import BASIS, GRAM, OutputRotation
+from kfc.schedule import Budget, Periods, Stretch
+
+Vector = dict[str, Tensor]
+
+# Ω changes slowly: longer periods than those of Algorithm 1 lose nothing.
+PERIODS = Periods(Stretch(50, pace=3, doubling=True), Stretch(50, pace=3, doubling=True))
+
+
+class WhitenedAdam(CurvatureOptimizer):
+    """Adam in input-whitened coordinates, as a drop-in optimizer.
+
+    The gradient G of a linear or convolutional layer is multiplied by (Ω + δ I)^(-1/2), where Ω is
+    the second moment of the layer's inputs (of its patches, with a 1 for the bias). Adam makes a
+    step from the result, with second moments in the eigenbasis of the layer's outputs. The step is
+    multiplied by (Ω + δ I)^(-1/2) again and scaled to the norm that it had before. Ω comes from
+    forward passes alone. All other parameters are updated by Adam.
+
+    >>> optimizer = kfc.WhitenedAdam(model)
+    >>> for images, labels in loader:
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(images), labels).backward()
+    ...     optimizer.step()
+
+    Args:
+        model: the network; its layers are found by type (see ``describe()``).
+        lr: the learning rate. As in Adam, an entry of the parameters changes by about ``lr`` in
+            each step.
+        betas: β₁ and β₂, the weights of the old values in the moving averages of whitened gradients
+            and of their squares.
+        eps: ε, added to the root of the second moments.
+        weight_decay: λ, decoupled as in ``torch.optim.AdamW``: θ ← θ - lr λ θ.
+        damping: δ as a fraction of Ω's mean eigenvalue. A layer has the damping of its weight's
+            group.
+        averaging_timescale: τ, the timescale of the averaged parameters in updates; ``None``: no
+            averaging.
+        groups: options for some parameters, as ``{"prefix": "*.bias", "weight_decay": 0.0}``. A
+            prefix is the name of a module or parameter, a pattern, or a list of these. The first
+            that matches a parameter applies.
+        likelihood: what the outputs parametrise, as in ``kfc.KFC``; only the loss bound needs it.
+        output: selects the tensor of outputs from what the model returns, if that is not a tensor.
+            Its first dimension is that of the examples.
+        loss_bound: κ. To first order, no step may lower the loss by more than κ times its excess
+            on the batch, the loss minus the least it could be; longer steps are shortened. If the
+            loss fits no likelihood, there is no bound. ``None``: no bound.
+        rotation_period: the number of steps between refreshes of the eigenbases of the outputs;
+            ``None``: second moments are kept in whitened coordinates, without a rotation.
+        factor_decay: ξ, the weight of the old value in the moving average of Ω, at each update of
+            the statistics; ``"averaging"``: exp(-1/τ).
+        max_factor_size: layers with a wider Ω keep only its diagonal, and layers with more outputs
+            are not rotated. The root takes an eigendecomposition, about 20 times the time of KFC's
+            Cholesky decomposition.
+        schedule: when Ω and its root are refreshed: ``kfc.Periods`` or ``kfc.Budget``.
+        parallel: how ranks divide the work, and asynchronous roots: ``kfc.Parallel``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 0.01,
+        *,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        damping: float = 0.1,
+        averaging_timescale: float | None = None,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        likelihood: LikelihoodChoice = "auto",
+        output: Output | None = None,
+        loss_bound: float | None = 0.25,
+        rotation_period: int | None = 10,
+        factor_decay: Decay = 0.8,
+        max_factor_size: int = 4096,
+        schedule: Periods | Budget = PERIODS,
+        parallel: Parallel | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "damping": damping,
+        }
+        require_hyper_parameters(defaults)
+        if rotation_period is not None:
+            require_whole("rotation_period", rotation_period)
+        if loss_bound is not None:
+            require_number("loss_bound", loss_bound, positive=True)
+        engine = Engine(
+            model,
+            likelihood=likelihood,
+            output=output,
+            strict=False,
+            seed=None,
+            curvature=Whitening(factor_decay=factor_decay, max_factor_size=max_factor_size),
+            schedule=schedule,
+            parallel=parallel,
+            averaging_timescale=averaging_timescale,
+        )
+        super().__init__(engine, defaults, groups, averaging_timescale)
+        self._bound = None if loss_bound is None else LossBound(loss_bound)
+        self._rotation = None
+        if rotation_period is not None:
+            self._rotation = OutputRotation(engine.plan, rotation_period, max_factor_size)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters once.
+
+        Args:
+            closure: clears the gradients, computes the loss, calls ``backward()`` and returns the
+                loss, as for ``torch.optim.SGD``.
+        """
+        self._refuse_averaged()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        loss_scale, overflow = self._unscale()
+        gradients = self.engine.gradients()
+        batch = self.engine.begin_step(gradients, loss_scale, overflow)
+        if batch is None:
+            return loss
+
+        self.engine.update_(batch)  # T_s: moving average of Ω
+        self.engine.refresh_inverses(self._layer_damping)  # T_f: (Ω + δ I)^(-1/2)
+        with self.engine.schedule.timed("natural gradient"), self.engine.full_precision():
+            white = {name: _copied(gradient) for name, gradient in gradients.items()}  # G
+            self.engine.precondition_(white)  # G' = G (Ω + δ I)^(-1/2)
+            update = self._adam_steps(white)  # Δ' = m̂ / (√v̂ + ε), with the moments of G'
+            self._map_back_(update)  # Δ = Δ' (Ω + δ I)^(-1/2), scaled to the norm of Δ'
+            self._times_learning_rate_(update)  # v = -lr Δ
+            self._bound_loss_(update, gradients, loss)  # v ← v κE / (-∇ᵀv) if -∇ᵀv > κE
+        with self.engine.schedule.timed("update"):
+            self._start_averages()  # θ̄ begins at θ₀
+            self._move_(update, self.engine.in_doubt)  # θ ← (1 - lr λ) θ + v
+            self._update_averages(self.engine.in_doubt)  # θ̄ ← ζθ̄ + (1 - ζ)θ, ζ = exp(-1/τ)
+        self.engine.end_step()
+        return loss
+
+    def _layer_damping(self, layer: str) -> Damping:
+        """Return the damping of a layer, as a fraction of Ω's mean eigenvalue."""
+        weight = self.engine.plan.layers[layer].weight
+        group = next(g for g in self.param_groups if any(p is weight for p in g["params"]))
+        return Damping.uniform(float(group["damping"]))
+
+    def _adam_steps(self, gradients: Vector) -> Vector:
+        """Return Adam's steps Δ' from whitened gradients G', and update the moments.
+
+        The first moments are those of G', and the second moments those of the rotated Uᵀ G', which
+        takes the place of G'. Both remain as they are when the coordinates change.
+        """
+        steps: Vector = {}
+        for group, names, states, bad in self._states_by_group(gradients):
+            values = [gradients[name] for name in names]
+            means = update_means_(values, states, group["betas"][0], bad)
+            steps.update(zip(names, means, strict=True))
+        rotation, engine = self._rotation, self.engine
+        if rotation is not None:
+            rotation.update_(gradients, self.state, engine.steps + 1, engine.in_doubt)
+            rotation.apply_(gradients, self.state)
+            rotation.apply_(steps, self.state)
+        for group, names, states, bad in self._states_by_group(gradients):
+            means, values = ([vectors[name] for name in names] for vectors in (steps, gradients))
+            normalise_(means, values, states, group["betas"][1], float(group["eps"]), bad)
+        if rotation is not None:
+            rotation.undo_(steps, self.state)
+        return steps
+
+    def _states_by_group(
+        self, vectors: Vector
+    ) -> Iterator[tuple[dict[str, Any], list[str], list[dict[str, Any]], Tensor | None]]:
+        """Yield (group, names, states, bad) with the flag of a bad step on the same device."""
+        bad = self.engine.in_doubt
+        for group, parameters, names in self._by_group(vectors):
+            here = None if bad is None else moved(bad, parameters[0].device)
+            yield group, names, [self.state[parameter] for parameter in parameters], here
+
+    def _map_back_(self, steps: Vector) -> None:
+        """Map steps to the coordinates of the network, in place, with the same norm per layer."""
+        by_layer: dict[str, list[Tensor]] = {}
+        for name, step in steps.items():
+            if name in self.engine.plan.layer_of:
+                by_layer.setdefault(self.engine.plan.layer_of[name][0], []).append(step)
+        norms = {layer: _norm(parts) for layer, parts in by_layer.items()}
+        self.engine.precondition_(steps)
+        for layer, parts in by_layer.items():
+            norm = _norm(parts)
+            ratio = torch.where(norm > 0, norms[layer] / norm, 1)
+            torch._foreach_mul_(parts, ratio)
+
+    def _bound_loss_(self, update: Vector, gradients: Vector, loss: Any) -> None:
+        """Shorten the update, in place, if it promises too large a decrease of the loss.
+
+        Args:
+            loss: what the closure returned, if there is one.
+        """
+        if self._bound is None or not update:
+            return
+        excess = excess_loss(self.engine, loss if isinstance(loss, Tensor) else None)
+        slope = torch.zeros_like(excess)
+        for _, _, names in self._by_group(update):
+            values = [update[name] for name in names]
+            own = inner_product([gradients[name] for name in names], values)
+            slope = slope + moved(own, slope.device)
+        factor = self._bound.limit(torch.zeros_like(slope), slope, excess).step
+        for _, _, names in self._by_group(update):
+            values = [update[name] for name in names]
+            torch._foreach_mul_(values, moved(factor, values[0].device))
+
+    def _move_(self, update: Vector, bad: Tensor | None) -> None:
+        """Decay the parameters and add the update.
+
+        Args:
+            bad: a boolean scalar; if true, the parameters stay as they are. ``None``: the step is
+                known to be good.
+        """
+        for group, parameters, names in self._by_group(update):
+            steps = [update[name] for name in names]
+            here = None if bad is None else moved(bad, steps[0].device)
+            if here is not None:
+                for step in steps:
+                    step.masked_fill_(here, 0)
+            if group["weight_decay"]:
+                share = 1 - float(group["lr"]) * float(group["weight_decay"])
+                torch._foreach_mul_(parameters, kept_share(share, steps, here))
+            torch._foreach_add_(parameters, steps)
+
+    # What users see
+
+    def _notes(self) -> list[str]:
+        if self._rotation is None:
+            return []
+        return [self._rotation.describe()]
+
+    def _state_shape(self, name: str, part: str, shape: list[int]) -> list[int]:
+        if part == STEP:
+            return []
+        rotated = part in (GRAM, BASIS) and name in self.engine.plan.layer_of
+        return OutputRotation.state_shape(self.engine.plan, name) if rotated else shape
+
+    @property
+    def step_diagnostics(self) -> dict[str, Any]:
+        """A dict of numbers about the loss bound; reading it waits for the device.
+
+        ``loss_bound_factor`` of the last step, and ``loss_bounds``, how often the bound shortened
+        a step.
+        """
+        return {} if self._bound is None else self._bound.diagnostics()
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        bound = None if self._bound is None else self._bound.state_dict()
+        return {**super().state_dict(), "loss_bound": bound}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        check_version(state_dict)
+        require_keys("optimizer state", state_dict, ("loss_bound",))
+        saved = state_dict["loss_bound"]
+        if self._bound is not None and saved is not None:
+            self._bound.check_state(saved)
+        super().load_state_dict(state_dict)
+        if self._bound is not None and saved is not None:
+            self._bound.load_state_dict(saved)
+
+
+def _copied(gradient: Tensor) -> Tensor:
+    """Return a copy in float32 at least, for products and moments."""
+    wide = at_least_float32(gradient)
+    return wide.clone() if wide is gradient else wide
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    """Return the norm of all entries of tensors on one device."""
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+    return norm

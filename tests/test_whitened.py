@@ -1,0 +1,435 @@
+"""`WhitenedAdam` against a dense transcription in float64, and the invariance of whitening."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import kfc
+from kfc.curvature.whitening import inverse_root
+from reference import receptive_rows
+
+pytestmark = pytest.mark.usefixtures("double")
+
+DECAY, DAMPING, EPS, LR, LAMBDA = 0.7, 0.2, 1e-6, 0.05, 0.3
+BETAS = (0.8, 0.9)
+PERIODS = kfc.Periods(2, 3)
+WHITENED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d)
+
+
+def matrix_of(module, tensors):
+    """Return (bias, weight), or the one of them that is given, as (groups, I, n)."""
+    groups, parts = getattr(module, "groups", 1), []
+    if "bias" in tensors:
+        parts.append(tensors["bias"].reshape(groups, -1, 1))
+    if "weight" in tensors:
+        weight = tensors["weight"]
+        if isinstance(module, nn.ConvTranspose2d):
+            weight = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+        parts.append(weight.reshape(groups, -1, weight[0].numel()))
+    return torch.cat(parts, dim=2)
+
+
+def parts_of(module, matrix, trained):
+    """Invert ``matrix_of``."""
+    groups, parts = getattr(module, "groups", 1), {}
+    if "bias" in trained:
+        parts["bias"], matrix = matrix[:, :, 0].flatten(), matrix[:, :, 1:]
+    if "weight" in trained:
+        shape = module.weight.shape
+        if isinstance(module, nn.ConvTranspose2d):
+            matrix = matrix.unflatten(2, (shape[0] // groups, -1)).transpose(1, 2)
+        parts["weight"] = matrix.reshape(shape)
+    return parts
+
+
+def second_moment(module, inputs, trained):
+    """Return the explicit patch matrix's Σ rowᵀ row, in the columns that are trained."""
+    rows = receptive_rows(module, inputs)
+    if module.bias is not None:
+        start, stop = 0 if "bias" in trained else 1, None if "weight" in trained else 1
+        rows = rows[:, :, start:stop]
+    return rows.mT @ rows
+
+
+def root_of(omega):
+    values, basis = torch.linalg.eigh(omega)
+    damped = values + DAMPING * values.mean(-1, keepdim=True)
+    return basis @ torch.diag_embed(damped**-0.5) @ basis.mT
+
+
+def adam_step(state, gradient, rotation=None, step=0):
+    """Return Adam's step; with a rotation period, v is kept in the eigenbasis of the outputs."""
+    state["t"] = state.get("t", 0) + 1
+    state["m"] = BETAS[0] * state.get("m", 0) + (1 - BETAS[0]) * gradient
+    if rotation is not None:
+        state["L"] = 0.95 * state.get("L", 0) + 0.05 * gradient @ gradient.mT
+        if "U" not in state:
+            state["U"] = torch.linalg.eigh(state["L"])[1].flip(-1)
+        elif step % rotation == 0:
+            state["U"] = torch.linalg.qr(state["L"] @ state["U"])[0]
+    rotated = gradient if rotation is None else state["U"].mT @ gradient
+    state["v"] = BETAS[1] * state.get("v", 0) + (1 - BETAS[1]) * rotated**2
+    mean, square = (
+        state[key] / (1 - beta ** state["t"]) for key, beta in zip("mv", BETAS, strict=True)
+    )
+    if rotation is None:
+        return mean / (square.sqrt() + EPS)
+    return state["U"] @ ((state["U"].mT @ mean) / (square.sqrt() + EPS))
+
+
+def dense_whitened_adam(model, steps, rotation, loss_bound):
+    """Train with dense matrices; return the parameters after every step.
+
+    Args:
+        steps: the micro-batches of every step.
+        rotation: the period of the bases of the outputs, or ``None``.
+        loss_bound: κ, or ``None``.
+    """
+    calls, omega, roots, states, history = [], {}, {}, {}, []
+    layers = [module for module in model.modules() if isinstance(module, WHITENED)]
+    for layer in layers:
+        layer.register_forward_hook(lambda m, args, _: calls.append((m, args[0].detach())))
+    for k, passes in enumerate(steps, start=1):
+        model.zero_grad()
+        calls.clear()
+        examples = sum(len(x) for x, _ in passes)
+        losses = [F.cross_entropy(model(x), y) * len(x) / examples for x, y in passes]
+        sum(losses).backward()
+        own, update = set(), {}
+        recorded = list(calls)
+        for layer in layers:
+            trained = {n: p for n, p in layer.named_parameters() if p.requires_grad}
+            if k == 1 or k % PERIODS.statistics == 0:
+                inputs = [i for module, i in recorded if module is layer]
+                new = sum(second_moment(layer, i, trained) for i in inputs) / examples
+                omega[layer] = DECAY * omega[layer] + (1 - DECAY) * new if k > 1 else new
+            if k == 1 or k % PERIODS.inverse == 0:
+                roots[layer] = root_of(omega[layer])
+            gradient = matrix_of(layer, {n: p.grad for n, p in trained.items()})
+            period = rotation if "weight" in trained else None
+            white = adam_step(states.setdefault(layer, {}), gradient @ roots[layer], period, k)
+            step = white @ roots[layer]
+            step = step * white.norm() / step.norm()
+            update |= {trained[n]: s for n, s in parts_of(layer, step, trained).items()}
+            own |= set(trained.values())
+        for p in model.parameters():
+            if p.requires_grad and p not in own:
+                update[p] = adam_step(states.setdefault(p, {}), p.grad)
+        promise = LR * sum((p.grad * step).sum() for p, step in update.items())
+        factor = 1.0
+        if loss_bound is not None and promise > loss_bound * sum(losses):
+            factor = loss_bound * sum(losses) / promise
+        with torch.no_grad():
+            for p, step in update.items():
+                p.sub_(LR * LAMBDA * p + factor * LR * step)
+        history.append([p.detach().clone() for p in model.parameters()])
+    return history
+
+
+class Twice(nn.Module):
+    """A network that calls one layer twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.inner(self.inner(x.flatten(1)[:, :6]).tanh()).tanh())
+
+
+def flat(*layers):
+    net = nn.Sequential(*layers, nn.Tanh(), nn.Flatten(), nn.LazyLinear(3))
+    net(torch.randn(1, 2, 5, 5))
+    return net
+
+
+def frozen(net, name):
+    net.get_parameter(name).requires_grad_(False)
+    return net
+
+
+NETWORKS = {
+    "linear": lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(50, 4), nn.Tanh(), nn.Linear(4, 3, bias=False)
+    ),
+    "convolution": lambda: flat(nn.Conv2d(2, 3, 3, padding=1)),
+    "stride and groups": lambda: flat(nn.Conv2d(2, 4, 3, stride=2, padding=1, groups=2)),
+    "transposed": lambda: flat(nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1)),
+    "transposed, groups": lambda: flat(nn.ConvTranspose2d(2, 4, 2, stride=2, groups=2, bias=False)),
+    "one dimension": lambda: flat(nn.Flatten(2), nn.Conv1d(2, 3, 4, dilation=2)),
+    "other parameters": lambda: flat(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.PReLU()),
+    "locations": lambda: flat(nn.Linear(5, 4)),
+    "several calls": Twice,
+    "frozen weight": lambda: frozen(flat(nn.Conv2d(2, 4, 3, groups=2)), "0.weight"),
+    "frozen bias": lambda: frozen(flat(nn.Conv2d(2, 3, 3)), "0.bias"),
+}
+
+
+def trained(model, steps, **options):
+    """Train with ``WhitenedAdam``; return the parameters after every step."""
+    given_options = {
+        "betas": BETAS,
+        "eps": EPS,
+        "weight_decay": LAMBDA,
+        "damping": DAMPING,
+        "factor_decay": DECAY,
+        "schedule": PERIODS,
+    }
+    optimizer, history = kfc.WhitenedAdam(model, LR, **{**given_options, **options}), []
+    for passes in steps:
+        optimizer.zero_grad()
+        examples = sum(len(x) for x, _ in passes)
+        for x, y in passes:
+            (F.cross_entropy(model(x), y) * len(x) / examples).backward()
+        optimizer.step()
+        history.append([p.detach().clone() for p in model.parameters()])
+    return history
+
+
+def batches(*sizes, steps=8):
+    """Return micro-batches of these sizes for every step."""
+    return [
+        [(torch.randn(n, 2, 5, 5), torch.randint(3, (n,))) for n in sizes] for _ in range(steps)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rotation", "loss_bound"),
+    [((6,), None, None), ((4, 2), None, 0.02), ((6,), 3, 0.02)],
+    ids=["one pass", "micro-batches, bounded", "rotated, bounded"],
+)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_eight_steps_equal_the_dense_transcription(name, sizes, rotation, loss_bound):
+    steps = batches(*sizes)
+    mine, dense = NETWORKS[name](), NETWORKS[name]()
+    dense.load_state_dict(mine.state_dict())
+    found = trained(mine, steps, rotation_period=rotation, loss_bound=loss_bound)
+    expected = dense_whitened_adam(dense, steps, rotation, loss_bound)
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+
+
+def test_without_layers_it_is_adamw():
+    """Normalisation layers and other parameters have no Ω."""
+    mine, theirs = (nn.Sequential(nn.LayerNorm([2, 5, 5]), nn.PReLU()) for _ in range(2))
+    steps = [passes[0] for passes in batches(5)]
+    one = kfc.WhitenedAdam(mine, weight_decay=0.1)
+    other = torch.optim.AdamW(theirs.parameters(), 0.01, (0.9, 0.99), weight_decay=0.1)
+    for x, _ in steps:
+        for model, optimizer in ((mine, one), (theirs, other)):
+            optimizer.zero_grad()
+            model(x).square().flatten(1).sum(1).sin().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(list(mine.parameters()), list(theirs.parameters()))
+
+
+def test_a_wide_factor_is_diagonal():
+    model = nn.Linear(6, 3)
+    x, y = torch.randn(8, 6), torch.randint(3, (8,))
+    optimizer = kfc.WhitenedAdam(
+        model, 0.1, max_factor_size=6, damping=DAMPING, rotation_period=None
+    )
+    before = matrix_of(model, {"weight": model.weight.detach(), "bias": model.bias.detach()})
+    F.cross_entropy(model(x), y).backward()
+    gradient = matrix_of(model, {"weight": model.weight.grad, "bias": model.bias.grad})
+    optimizer.step()
+    omega = receptive_rows(model, x).square().sum(1) / 8
+    torch.testing.assert_close(optimizer.activation_factors[""], omega[0])
+    white = gradient.sign()  # the first step of Adam
+    step = white / (omega + DAMPING * omega.mean()).sqrt()
+    after = matrix_of(model, {"weight": model.weight.detach(), "bias": model.bias.detach()})
+    expected = before - 0.1 * step * white.norm() / step.norm()
+    torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-6)
+
+
+# The root
+
+
+def test_the_root_is_that_of_the_damped_factor():
+    rows = torch.randn(2, 4, 6)  # of rank 4
+    omega = rows.mT @ rows
+    root = inverse_root(omega, 0.1)
+    shift = 0.1 * omega.diagonal(dim1=1, dim2=2).mean(1)
+    damped = omega + shift[:, None, None] * torch.eye(6)
+    torch.testing.assert_close(root @ damped @ root, torch.eye(6).expand(2, 6, 6))
+    torch.testing.assert_close(root, root.mT)
+    diagonal = omega.diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(inverse_root(diagonal, 0.1), (diagonal + shift[:, None]) ** -0.5)
+
+
+def test_the_root_of_a_singular_factor_without_damping_is_a_pseudo_inverse():
+    rows = torch.randn(1, 4, 6)
+    omega = rows.mT @ rows
+    root = inverse_root(omega, 0.0)
+    torch.testing.assert_close(root @ root, torch.linalg.pinv(omega))
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.1])
+def test_the_root_of_zero_is_the_identity(damping):
+    factor = torch.stack([torch.zeros(3, 3), torch.diag(torch.tensor([4.0, 4.0, 4.0]))])
+    expected = torch.stack([torch.eye(3), torch.eye(3) / (4 + 4 * damping) ** 0.5])
+    torch.testing.assert_close(inverse_root(factor, damping), expected)
+
+
+# Invariance (section 4 of the paper)
+
+
+class Affine(nn.Module):
+    """An invertible affine map of the channels at every location."""
+
+    def __init__(self, matrix, offset):
+        super().__init__()
+        self.matrix, self.offset = matrix, offset
+
+    def forward(self, maps):
+        offset = self.offset.reshape(-1, *[1] * (maps.dim() - 2))
+        return torch.einsum("ij,nj...->ni...", self.matrix, maps) + offset
+
+
+def transformed(layer, matrix, offset):
+    """Return the layer behind an affine map of its input channels, as the same function."""
+    other = type(layer)(**arguments(layer))
+    with torch.no_grad():
+        weight = torch.einsum("ij...,jk->ik...", layer.weight, torch.linalg.inv(matrix))
+        other.weight.copy_(weight)
+        other.bias.copy_(layer.bias - torch.einsum("ij...,j->i", weight, offset))
+    return nn.Sequential(Affine(matrix, offset), other)
+
+
+def arguments(layer):
+    if isinstance(layer, nn.Linear):
+        return {"in_features": layer.in_features, "out_features": layer.out_features}
+    return {
+        "in_channels": layer.in_channels,
+        "out_channels": layer.out_channels,
+        "kernel_size": layer.kernel_size,
+    }
+
+
+class Whitened:
+    """One layer with its Ω, undamped, and its gradient in network and whitened coordinates."""
+
+    def __init__(self, model, name, x, y):
+        self.model, self.name = model, name
+        self.optimizer = kfc.WhitenedAdam(model, 0.0, damping=0.0)
+        outputs = model(x)
+        F.cross_entropy(outputs.flatten(2).sum(2) if outputs.dim() > 2 else outputs, y).backward()
+        self.optimizer.step()  # sets Ω; the learning rate is zero
+        parameters = dict(model.named_parameters())
+        self.gradients = {n: p.grad.clone() for n, p in parameters.items()}
+        self.optimizer.engine.precondition_(self.gradients)
+        self.layer = model if name == "" else model.get_submodule(name)
+        self.omega = self.optimizer.activation_factors[name]
+
+    @property
+    def white(self):
+        """G', (I, n)."""
+        by_role = {n.rpartition(".")[2]: g for n, g in self.gradients.items()}
+        return matrix_of(self.layer, by_role)[0]
+
+    def map_back(self, white):
+        """Return a step in the coordinates of the network, by role."""
+        roles = parts_of(self.layer, white[None], ("bias", "weight"))
+        steps = {n: roles[n.rpartition(".")[2]].clone() for n in self.gradients}
+        self.optimizer.engine.precondition_(steps)
+        return {n.rpartition(".")[2]: s for n, s in steps.items()}
+
+    def change(self, white, inputs):
+        """Return the change of the layer's outputs by the step -Δ."""
+        step = self.map_back(white)
+        return torch.func.functional_call(self.layer, step, (inputs,))
+
+
+def pair(kind, seed):
+    """Return a layer, the same function in other coordinates, and the layer's inputs in both."""
+    torch.manual_seed(seed)
+    layer = nn.Linear(3, 4) if kind == "linear" else nn.Conv2d(3, 4, 2)
+    x = torch.randn(60, 3) if kind == "linear" else torch.randn(60, 3, 4, 4)
+    y = torch.randint(4, (60,))
+    matrix, offset = torch.eye(3) + 0.4 * torch.randn(3, 3), torch.randn(3)
+    other = transformed(layer, matrix, offset)
+    torch.testing.assert_close(other(x), layer(x))
+    return Whitened(layer, "", x, y), Whitened(other, "1", x, y), x, other[0](x)
+
+
+SEEDS = st.integers(0, 10_000)
+KINDS = st.sampled_from(["linear", "convolution"])
+
+
+@settings(max_examples=15)
+@given(KINDS, SEEDS)
+def test_whitened_gradients_of_one_function_differ_by_a_rotation(kind, seed):
+    """With rows T a: G̃' = G' Q, Q = Ω^(1/2) Tᵀ Ω̃^(-1/2) orthogonal, if Ω has full rank."""
+    one, other, _, _ = pair(kind, seed)
+    assert torch.linalg.matrix_rank(one.omega) == len(one.omega)
+    # There is a rotation Q with G̃' = G' Q if and only if the Gram matrices are equal.
+    torch.testing.assert_close(other.white @ other.white.mT, one.white @ one.white.mT)
+
+
+@settings(max_examples=15)
+@given(KINDS, SEEDS)
+def test_a_step_that_commutes_with_rotations_is_invariant(kind, seed):
+    """Dividing a layer's whitened gradient by its RMS changes both functions in the same way."""
+    one, other, x, x_other = pair(kind, seed)
+    changes = [
+        each.change(each.white / each.white.square().mean().sqrt(), inputs)
+        for each, inputs in ((one, x), (other, x_other))
+    ]
+    torch.testing.assert_close(*changes)
+
+
+@settings(max_examples=15)
+@given(KINDS, SEEDS)
+def test_the_norm_of_a_whitened_step_is_the_change_of_the_outputs(kind, seed):
+    """Σ_t E‖Δ a_t‖² = ‖Δ'‖² for any step Δ', so that its size means the same for any inputs."""
+    one, other, x, x_other = pair(kind, seed)
+    for each, inputs in ((one, x), (other, x_other)):
+        white = each.white.sign()  # the first step of Adam
+        change = each.change(white, inputs).square().sum() / len(inputs)
+        torch.testing.assert_close(change, white.square().sum())
+
+
+def test_adam_is_invariant_to_permutations_and_to_one_scale():
+    """For these Q is a permutation; otherwise Adam's step depends on the rotation."""
+    torch.manual_seed(1)
+    x, y = torch.randn(60, 3), torch.randint(4, (60,))
+    layer = nn.Linear(3, 4, bias=False)
+    outcomes = {}
+    maps = {
+        "none": torch.eye(3),
+        "permutation and scale": 5 * torch.eye(3)[[2, 0, 1]],
+        "general": torch.eye(3) + 0.4 * torch.randn(3, 3),
+    }
+    for name, matrix in maps.items():
+        model = nn.Linear(3, 4, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(layer.weight @ torch.linalg.inv(matrix))
+        inputs = x @ matrix.T
+        optimizer = kfc.WhitenedAdam(model, 0.0, damping=0.0, eps=0.0)
+        F.cross_entropy(model(inputs), y).backward()
+        optimizer.step()
+        white = {"weight": model.weight.grad.clone()}
+        optimizer.engine.precondition_(white)
+        step = {"weight": white["weight"].sign()}
+        optimizer.engine.precondition_(step)
+        outcomes[name] = inputs @ step["weight"].T
+    torch.testing.assert_close(outcomes["permutation and scale"], outcomes["none"])
+    assert not torch.allclose(outcomes["general"], outcomes["none"], rtol=0.1)
+
+
+def test_with_large_damping_it_is_adam():
+    """(Ω + δ I)^(-1/2) is then a multiple of the identity, which Adam and the norm ignore."""
+    one, other = nn.Linear(5, 3), nn.Linear(5, 3)
+    other.load_state_dict(one.state_dict())
+    schedule = kfc.Periods(100, 100)
+    mine = kfc.WhitenedAdam(one, damping=1e14, eps=0.0, schedule=schedule, rotation_period=None)
+    adam = torch.optim.Adam(other.parameters(), 0.01, (0.9, 0.99), eps=0.0)
+    for _ in range(6):
+        x, y = torch.randn(8, 5), torch.randint(3, (8,))
+        for model, optimizer in ((one, mine), (other, adam)):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    torch.testing.assert_close(list(one.parameters()), list(other.parameters()))
