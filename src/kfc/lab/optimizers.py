@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kfc.curvature.options import APPROXIMATIONS, AVERAGING, Approximation
 from kfc.distributed.options import PLACEMENTS, Parallel
+from kfc.lab.muon import Muon
 from kfc.lab.options import ConfigError, Option, check_options, number_or, option, options_of
 from kfc.optimizers import KFAC, KFC
 from kfc.optimizers.options import Adaptation
@@ -301,59 +302,13 @@ class MuonOptions(OptimizerOptions):
     adamw_lr: float = option(3e-3, "Learning rate of the parameters that AdamW trains")
 
     def make(self, model: nn.Module, setup: Setup) -> Optimizer:
-        return Muon(model, setup, self)
-
-
-class Muon:
-    """torch's Muon for the hidden weights and AdamW for all other parameters.
-
-    Muon takes matrices; a convolution's weight becomes one with a row for each output map. AdamW
-    trains the last layer, the biases and the scales, as Muon's author recommends.
-    """
-
-    def __init__(self, model: nn.Module, setup: Setup, options: MuonOptions) -> None:
-        if not is_installed("muon"):
-            raise ValueError(f"muon needs torch 2.9 or later, this is torch {torch.__version__}")
-        parameters = dict(model.named_parameters())
-        hidden = [name for name, parameter in parameters.items() if parameter.dim() > 1][:-1]
-        self._weights = [parameters.pop(name) for name in hidden]
-        self._matrices = [nn.Parameter(as_matrix(weight.detach())) for weight in self._weights]
-        rest = setup.groups(parameters.items(), lr=options.adamw_lr)
-        self._optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest)]
-        if hidden:
-            groups = setup.groups(zip(hidden, self._matrices, strict=True), lr=setup.lr)
-            self._optimizers.append(torch.optim.Muon(groups, momentum=options.momentum))
-
-    def zero_grad(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-        for weight in self._weights:
-            weight.grad = None
-
-    def step(self) -> None:
-        for weight, matrix in zip(self._weights, self._matrices, strict=True):
-            matrix.grad = None if weight.grad is None else as_matrix(weight.grad, like=weight)
-        for optimizer in self._optimizers:
-            optimizer.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"parts": [optimizer.state_dict() for optimizer in self._optimizers]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for optimizer, state in zip(self._optimizers, state_dict["parts"], strict=True):
-            optimizer.load_state_dict(state)
-
-
-def as_matrix(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return a matrix with one row for each output map, in the memory order of ``like``.
-
-    The matrix of ``like`` itself is a view, so that a step on the matrix is a step on the weight.
-    The order of the columns does not affect the orthogonal factor.
-    """
-    like = tensor if like is None else like
-    if like.dim() == 4 and not like.is_contiguous():
-        tensor = tensor.permute(0, 2, 3, 1)
-    return tensor.flatten(1)
+        return Muon(
+            model,
+            lambda named: torch.optim.Muon(
+                setup.groups(named, lr=setup.lr), momentum=self.momentum
+            ),
+            lambda named: torch.optim.AdamW(setup.groups(named, lr=self.adamw_lr)),
+        )
 
 
 # All optimizers
@@ -375,7 +330,7 @@ def is_installed(name: str) -> bool:
     """Return whether the optimizer's package is installed and recent enough."""
     if name == "soap":
         return find_spec("pytorch_optimizer") is not None
-    return name != "muon" or hasattr(torch.optim, "Muon")
+    return name != "muon" or Muon.is_available()
 
 
 def optimizer_options(name: str, values: Mapping[str, Any]) -> OptimizerOptions:
