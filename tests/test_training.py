@@ -13,8 +13,8 @@ from kfc.lab.components import RunComponents, weight_costs
 from kfc.lab.config import ConfigError, config_from_dict, make_config
 from kfc.lab.data import Inputs, load
 from kfc.lab.diagnosis import find_origin
-from kfc.lab.networks import build
 from kfc.lab.muon import as_matrix
+from kfc.lab.networks import build
 from kfc.lab.optimizers import OPTIMIZERS, MuonOptions, Setup
 from kfc.lab.runs import RunError, RunFolder, read_record
 from kfc.lab.training import Trainer

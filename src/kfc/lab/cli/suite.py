@@ -26,39 +26,54 @@ from kfc.lab.suite.workloads import WORKLOADS
 
 PAGE, RESULTS = "report.html", "results.json"
 HOURS, QUICK_HOURS = 3.0, 1 / 6
+SEEDS, TRIALS = 3, 4
 BOTH = "both"
+
+Workloads = Annotated[
+    str | None, typer.Option(help=f"Comma-separated: {', '.join(WORKLOADS)}. Default: all.")
+]
+Methods = Annotated[
+    str | None,
+    typer.Option(help=f"Comma-separated: {', '.join(METHODS)}. Default: all that are installed."),
+]
+RulingOption = Annotated[
+    str | None,
+    typer.Option(help="untuned, tuned or both. Default: both; untuned with --quick."),
+]
+Seeds = Annotated[
+    int | None, typer.Option(min=1, help=f"Seeds of the final runs. Default: {SEEDS}; 1 if quick.")
+]
+Trials = Annotated[
+    int | None,
+    typer.Option(min=1, max=len(POINTS), help=f"Settings tried when tuned. Default: {TRIALS}."),
+]
+Hours = Annotated[
+    float | None,
+    typer.Option(help=f"Wall-clock time in all. Default: {HOURS:g}; ten minutes with --quick."),
+]
+Quick = Annotated[
+    bool,
+    typer.Option("--quick", help="Fewer workloads, easier targets, one seed: ten minutes."),
+]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Threads of each run. Default: torch's number.")
+]
+Resume = Annotated[
+    Path | None, typer.Option(help="Continue this contest; --hours can make it longer.")
+]
 
 
 def compare_suite(
-    workloads: Annotated[
-        str | None, typer.Option(help=f"Comma-separated: {', '.join(WORKLOADS)}. Default: all.")
-    ] = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(help=f"Comma-separated: {', '.join(METHODS)}. Default: all installed."),
-    ] = None,
-    ruling: Annotated[
-        str | None, typer.Option(help="untuned, tuned or both (default; untuned with --quick).")
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds of the final runs.")] = 3,
-    trials: Annotated[
-        int, typer.Option(min=1, max=len(POINTS), help="Settings that are tried when tuned.")
-    ] = 4,
-    hours: Annotated[
-        float | None,
-        typer.Option(help="End after this wall-clock time (default 3; a sixth with --quick)."),
-    ] = None,
-    quick: Annotated[
-        bool,
-        typer.Option("--quick", help="Three workloads, easier targets, one seed: ten minutes."),
-    ] = False,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of each run; by default torch's number.")
-    ] = None,
+    workloads: Workloads = None,
+    methods: Methods = None,
+    ruling: RulingOption = None,
+    seeds: Seeds = None,
+    trials: Trials = None,
+    hours: Hours = None,
+    quick: Quick = False,
+    threads: Threads = None,
     out: Annotated[Path | None, typer.Option(help="Folder; it must not exist.")] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Continue this contest; --hours can make it longer.")
-    ] = None,
+    resume: Resume = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the data sets.")] = None,
 ) -> None:
     """Measure the time that optimizers need to reach given targets on several workloads.
@@ -78,23 +93,24 @@ def compare_suite(
     """
     with screen.clear_errors():
         if resume is not None:
-            if hours is not None:
-                _require_positive(hours)
+            if quick or out or any((workloads, methods, ruling, seeds, trials, threads)):
+                raise typer.BadParameter(
+                    "a resumed contest keeps its settings; only --hours can be changed",
+                    param_hint="--resume",
+                )
             store = Store(resume)
             if hours is not None:
-                store.replace_settings(replace(store.settings, hours=hours))
+                settings = replace(store.settings, hours=_positive(hours))
+                store.replace_settings(settings)
         else:
-            rulings = _rulings(ruling, quick)
             names = _chosen("--workloads", workloads, _quick_names() if quick else WORKLOADS)
-            entrants = _available("--methods", methods)
-            limit = QUICK_HOURS if quick else HOURS
             settings = ContestSettings(
                 workloads=names,
-                methods=entrants,
-                rulings=rulings,
-                seeds=1 if quick else seeds,
-                trials=trials,
-                hours=_require_positive(limit if hours is None else hours),
+                methods=_available("--methods", methods),
+                rulings=_rulings(ruling, quick),
+                seeds=seeds or (1 if quick else SEEDS),
+                trials=trials or TRIALS,
+                hours=_positive(hours or (QUICK_HOURS if quick else HOURS)),
                 quick=quick,
                 threads=threads or torch.get_num_threads(),
                 digests={name: load_problem(name, data_dir).digest for name in names},
@@ -210,7 +226,7 @@ def _quick_names() -> Sequence[str]:
     return [name for name, workload in WORKLOADS.items() if workload.quick]
 
 
-def _require_positive(hours: float) -> float:
+def _positive(hours: float) -> float:
     if not 0 < hours < math.inf:
         raise typer.BadParameter(f"must be a positive number, got {hours}", param_hint="--hours")
     return hours

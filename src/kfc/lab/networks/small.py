@@ -94,7 +94,7 @@ class ViT(nn.Module):
 
 
 class UNet(nn.Module):
-    """A U-Net (Ronneberger et al., 2015) with two halvings and no normalisation.
+    """A U-Net (Ronneberger et al., 2015) with two halvings and batch normalisation.
 
     It takes images (N, 1, height, width), sides divisible by 4, to logits (N, classes, height,
     width).
@@ -113,7 +113,11 @@ class UNet(nn.Module):
 
     @staticmethod
     def _pair(inputs: int, outputs: int) -> nn.Sequential:
-        return nn.Sequential(*convolution(inputs, outputs), *convolution(outputs, outputs))
+        layers: list[nn.Module] = []
+        for maps in (inputs, outputs):
+            layers.append(nn.Conv2d(maps, outputs, kernel_size=3, padding=1, bias=False))
+            layers += [nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+        return nn.Sequential(*layers)
 
     def forward(self, images: Tensor) -> Tensor:
         fine = self.down1(images)

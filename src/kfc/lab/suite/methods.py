@@ -113,7 +113,7 @@ _ALL = (
         _of_pytorch_optimizer("Shampoo"),
         0.03,
         5e-4,
-        fixed=(("momentum", 0.9), ("preconditioning_compute_steps", 10)),
+        fixed=(("momentum", 0.9),),
         package=PYTORCH_OPTIMIZER,
     ),
     Method("SOAP", _of_pytorch_optimizer("SOAP"), 0.01, 0.05, package=PYTORCH_OPTIMIZER),

@@ -16,9 +16,9 @@ from kfc.lab.data.datasets import content_digest
 
 Form = Literal["images", "sequences", "canvases"]
 
-CANVAS_SIDE = 48
+CANVAS_SIDE = 36
 CANVASES = {"train": 8000, "test": 2000}
-MOST_DIGITS = 4
+MOST_DIGITS = 2
 BACKGROUND = 10  # the class of pixels that belong to no digit
 INK = 96  # pixels at least this bright belong to their digit
 SEED = 1
@@ -54,13 +54,13 @@ def sequences(split: Split) -> Split:
 
 
 def canvases(split: Split, name: str) -> Split:
-    """Compose images of two to four digits at random places, with the class of every pixel.
+    """Compose images of one or two digits at random places, with the class of every pixel.
 
     Where digits overlap, the class is that of the brighter one. The result depends on the digits
     and a fixed seed only.
 
     Returns:
-        Images (N, 1, 48, 48) and classes (N, 48, 48), 10 for the background.
+        Images (N, 1, 36, 36) and classes (N, 36, 36), 10 for the background.
     """
     count = CANVASES[name]
     generator = np.random.default_rng([SEED, len(split)])
@@ -68,7 +68,7 @@ def canvases(split: Split, name: str) -> Split:
     classes: NDArray[np.int64] = np.full((count, CANVAS_SIDE, CANVAS_SIDE), BACKGROUND)
     size = split.images.shape[-1]
     for image, labels in zip(images[:, 0], classes, strict=True):
-        for index in generator.integers(len(split), size=generator.integers(2, MOST_DIGITS + 1)):
+        for index in generator.integers(len(split), size=generator.integers(1, MOST_DIGITS + 1)):
             top, left = generator.integers(CANVAS_SIDE - size + 1, size=2)
             place = slice(top, top + size), slice(left, left + size)
             digit = split.images[index, 0]

@@ -199,6 +199,8 @@ class Trial:
         outcome.curve.append((outcome.seconds, outcome.updates, value))
         if value <= self.workload.target:
             outcome.finish("target")
+        elif not math.isfinite(value):
+            outcome.finish("diverged", f"the {self.workload.metric} is {value}")
 
     # Interruption
 
