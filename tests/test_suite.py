@@ -134,7 +134,7 @@ def test_the_digit_that_is_brighter_owns_a_pixel():
     assert (made.labels == again.labels).all()
     assert made.images.shape[1:] == (1, CANVAS_SIDE, CANVAS_SIDE)
     assert made.labels.shape == (len(made.images), CANVAS_SIDE, CANVAS_SIDE)
-    dark = made.images[:, 0] < 96
+    dark = made.images[:, 0] < 64
     assert (made.labels[dark] == BACKGROUND).all()
     assert (made.labels[~dark] != BACKGROUND).all()
 

@@ -31,10 +31,7 @@ def made_up_results(workloads=tuple(WORKLOADS), methods=tuple(METHODS)):
                 end = "target" if (row + column) % 3 else "limit"
                 end = "diverged" if row == column == 2 else end
                 target = WORKLOADS[workload].target
-                curve = [
-                    (seconds * step / 10, step, target * (1 + 10 / step - 1))
-                    for step in range(1, 11)
-                ]
+                curve = [(seconds * at / 10, at, target * 10 / at) for at in range(1, 11)]
                 outcome = Outcome(curve, seconds, 10, 2.0, 2.0 + column / 10, end, "")
                 setting = DEFAULTS if ruling == "untuned" else settings_of(METHODS[method], 1)[0]
                 records.append(Record(Entry(workload, ruling, method, 0, 0, setting), outcome))

@@ -78,7 +78,7 @@ class TransformerBlock(nn.Module):
 class ViT(nn.Module):
     """A small vision transformer: patches of 4x4 pixels, learned positions, mean of all tokens."""
 
-    def __init__(self, width: int = 64, depth: int = 4, heads: int = 4, side: int = 32) -> None:
+    def __init__(self, width: int = 48, depth: int = 3, heads: int = 4, side: int = 32) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, kernel_size=4, stride=4)
         self.positions = nn.Parameter(0.02 * torch.randn((side // 4) ** 2, width))

@@ -16,11 +16,11 @@ from kfc.lab.data.datasets import content_digest
 
 Form = Literal["images", "sequences", "canvases"]
 
-CANVAS_SIDE = 36
+CANVAS_SIDE = 28
 CANVASES = {"train": 8000, "test": 2000}
-MOST_DIGITS = 2
+MOST_DIGITS = 4
 BACKGROUND = 10  # the class of pixels that belong to no digit
-INK = 96  # pixels at least this bright belong to their digit
+INK = 64  # pixels at least this bright belong to their digit
 SEED = 1
 
 
@@ -54,27 +54,35 @@ def sequences(split: Split) -> Split:
 
 
 def canvases(split: Split, name: str) -> Split:
-    """Compose images of one or two digits at random places, with the class of every pixel.
+    """Compose images of two to four digits of half the size, with the class of every pixel.
 
     Where digits overlap, the class is that of the brighter one. The result depends on the digits
     and a fixed seed only.
 
     Returns:
-        Images (N, 1, 36, 36) and classes (N, 36, 36), 10 for the background.
+        Images (N, 1, 28, 28) and classes (N, 28, 28), 10 for the background.
     """
     count = CANVASES[name]
     generator = np.random.default_rng([SEED, len(split)])
     images = np.zeros((count, 1, CANVAS_SIDE, CANVAS_SIDE), dtype=np.uint8)
     classes: NDArray[np.int64] = np.full((count, CANVAS_SIDE, CANVAS_SIDE), BACKGROUND)
-    size = split.images.shape[-1]
+    digits = halved(split.images[:, 0])
+    size = digits.shape[-1]
     for image, labels in zip(images[:, 0], classes, strict=True):
-        for index in generator.integers(len(split), size=generator.integers(1, MOST_DIGITS + 1)):
+        for index in generator.integers(len(split), size=generator.integers(2, MOST_DIGITS + 1)):
             top, left = generator.integers(CANVAS_SIDE - size + 1, size=2)
             place = slice(top, top + size), slice(left, left + size)
-            digit = split.images[index, 0]
+            digit = digits[index]
             labels[place][(digit >= INK) & (digit > image[place])] = split.labels[index]
             np.maximum(image[place], digit, out=image[place])
     return Split(images, classes)
+
+
+def halved(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return images (N, height, width) of half the size, the means of 2x2 pixels."""
+    count, height, width = images.shape
+    blocks = images.reshape(count, height // 2, 2, width // 2, 2)
+    return blocks.mean(axis=(2, 4), dtype=np.float32).astype(np.uint8)
 
 
 def cropped_and_flipped(images: Tensor, generator: torch.Generator, margin: int = 4) -> Tensor:
