@@ -54,7 +54,14 @@ def digits():
 
 
 def tiny(name="digits", **changes):
-    given = {"name": name, "seconds": 12.0, "target": 1.0, "examples": 100, **changes}
+    given = {
+        "name": name,
+        "seconds": 12.0,
+        "target": 1.0,
+        "examples": 100,
+        "evaluations": 40,
+        **changes,
+    }
     return replace(WORKLOADS["digits"], **given)
 
 

@@ -82,7 +82,8 @@ def halved(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return images (N, height, width) of half the size, the means of 2x2 pixels."""
     count, height, width = images.shape
     blocks = images.reshape(count, height // 2, 2, width // 2, 2)
-    return blocks.mean(axis=(2, 4), dtype=np.float32).astype(np.uint8)
+    means: NDArray[np.uint8] = blocks.mean(axis=(2, 4), dtype=np.float32).astype(np.uint8)
+    return means
 
 
 def cropped_and_flipped(images: Tensor, generator: torch.Generator, margin: int = 4) -> Tensor:

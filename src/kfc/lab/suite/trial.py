@@ -18,7 +18,6 @@ from kfc.lab.suite.problems import Problem, cropped_and_flipped
 from kfc.lab.suite.search import Setting
 from kfc.lab.suite.workloads import SUITE_TASKS, Workload
 
-EVALUATIONS = 40  # within the time limit
 EVALUATION_BATCH = 500
 Clock = Callable[[], float]
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
@@ -109,7 +108,7 @@ class Trial:
     def advance(self, until: float, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Train until ``until`` seconds of training in all, or to the end of the run."""
         outcome, limit = self.outcome, self.workload.seconds
-        period = limit / EVALUATIONS
+        period = limit / self.workload.evaluations
         while not outcome.end and outcome.seconds < until and not interrupted():
             periods = outcome.seconds // period
             self._train_once()

@@ -49,6 +49,7 @@ class Workload:
         task: a name in ``SUITE_TASKS``.
         inputs: see ``kfc.lab.networks.Network``.
         augmented: whether training images are cropped and flipped at random.
+        evaluations: the number of evaluations within the time limit.
         quick: the target and the time limit of `--quick`; ``None`` if it leaves the workload out.
     """
 
@@ -66,6 +67,7 @@ class Workload:
     form: Form = "images"
     augmented: bool = False
     examples: int = 2000
+    evaluations: int = 40
     quick: tuple[float, float] | None = None
 
     @property
@@ -105,9 +107,10 @@ _ALL = (
         network=partial(digits, 1, 10),
         batch_size=64,
         metric="train_loss",
-        target=0.003,
-        seconds=20.0,
-        quick=(0.02, 10.0),
+        target=0.001,
+        seconds=15.0,
+        evaluations=200,
+        quick=(0.01, 8.0),
     ),
     Workload(
         name="cifar10",
@@ -117,7 +120,7 @@ _ALL = (
         batch_size=128,
         metric="train_error",
         target=6.0,
-        seconds=400.0,
+        seconds=360.0,
     ),
     Workload(
         name="resnet",
@@ -126,8 +129,8 @@ _ALL = (
         network=partial(ResNet20, 3, 10, width=8),
         batch_size=128,
         metric="test_error",
-        target=50.0,
-        seconds=150.0,
+        target=45.0,
+        seconds=100.0,
         augmented=True,
     ),
     Workload(
@@ -137,8 +140,8 @@ _ALL = (
         network=dropout_convnet,
         batch_size=128,
         metric="test_error",
-        target=15.0,
-        seconds=150.0,
+        target=18.0,
+        seconds=100.0,
     ),
     Workload(
         name="autoencoder",
@@ -147,12 +150,12 @@ _ALL = (
         network=partial(autoencoder, 1, 10, sizes=(784, 500, 250, 100, 30)),
         batch_size=256,
         metric="train_loss",
-        target=0.09,
-        seconds=120.0,
+        target=0.11,
+        seconds=80.0,
         init="glorot",
         task="reconstruction",
         inputs="unit",
-        quick=(0.12, 20.0),
+        quick=(0.2, 20.0),
     ),
     Workload(
         name="vit",
@@ -161,8 +164,8 @@ _ALL = (
         network=ViT,
         batch_size=128,
         metric="test_error",
-        target=50.0,
-        seconds=150.0,
+        target=52.0,
+        seconds=100.0,
         init=None,
     ),
     Workload(
@@ -172,8 +175,8 @@ _ALL = (
         network=partial(UNet, BACKGROUND + 1),
         batch_size=32,
         metric="test_error",
-        target=10.0,
-        seconds=150.0,
+        target=30.0,
+        seconds=100.0,
         task="segmentation",
         form="canvases",
         examples=400,
@@ -186,9 +189,9 @@ _ALL = (
         batch_size=128,
         metric="test_error",
         target=2.0,
-        seconds=120.0,
+        seconds=60.0,
         form="sequences",
-        quick=(6.0, 20.0),
+        quick=(8.0, 20.0),
     ),
 )
 WORKLOADS = {workload.name: workload for workload in _ALL}
