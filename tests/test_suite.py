@@ -304,6 +304,11 @@ def test_a_contest_out_of_time_reports_what_is_complete(two_workloads, tmp_path)
     assert not late.run()
 
 
+def test_a_round_counts_only_when_all_its_runs_have_ended(results):
+    early = [replace(each, entry=replace(each.entry, ruling="tuned")) for each in results.records]
+    assert [ruling.name for ruling in replace(results, records=early).rulings] == []
+
+
 def test_a_contest_needs_the_data_it_began_with(two_workloads, tmp_path):
     digests = dict.fromkeys(two_workloads, "other")
     store = Store.create(tmp_path / "new", settings(two_workloads, digests=digests))

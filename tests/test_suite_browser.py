@@ -40,7 +40,7 @@ def made_up_results(workloads=tuple(WORKLOADS), methods=tuple(METHODS)):
         methods=methods,
         rulings=RULINGS,
         seeds=1,
-        trials=4,
+        trials=1,
         hours=3.0,
         quick=False,
         threads=2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -16,7 +17,7 @@ from rich.progress import Progress, TaskID
 
 from kfc.lab.cli import screen
 from kfc.lab.report.suite import failures, notes, score_rows, time_rows, write_suite_page
-from kfc.lab.runs import environment, write_json
+from kfc.lab.runs import environment, locked, write_json
 from kfc.lab.suite.contest import Contest, Round, load_problem
 from kfc.lab.suite.methods import METHODS
 from kfc.lab.suite.results import Results
@@ -122,7 +123,11 @@ def compare_suite(
 
 
 def _run(store: Store, data_dir: Path | None) -> None:
-    with screen.progress_bars() as progress, screen.interruptions() as interrupted:
+    with (
+        closing(locked(store.folder)),
+        screen.progress_bars() as progress,
+        screen.interruptions() as interrupted,
+    ):
         display = Display(progress)
         contest = Contest(store, data_dir=data_dir, on_turn=display, interrupted=interrupted)
         complete = contest.run()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kfc.lab.suite.halving import rank
+from kfc.lab.suite.methods import METHODS
 from kfc.lab.suite.scoring import (
     Table,
     bounded_ratios,
@@ -17,7 +18,8 @@ from kfc.lab.suite.scoring import (
     ratios_to_best,
     score,
 )
-from kfc.lab.suite.store import ContestSettings, Record, finite
+from kfc.lab.suite.search import settings_of
+from kfc.lab.suite.store import TUNED, ContestSettings, Record, finite
 from kfc.lab.suite.workloads import Workload
 
 
@@ -146,7 +148,7 @@ class Results:
     def _round(
         self, ruling: str, workload: str, seed: int, limit: float
     ) -> dict[str, Record] | None:
-        """Return each method's best record of a round; ``None`` if a method has none yet."""
+        """Return each method's best record of a round; ``None`` if a run has not ended."""
         best = {}
         for method in self.settings.methods:
             wanted = ruling, workload, seed, method
@@ -156,8 +158,12 @@ class Results:
                 if (each.entry.ruling, each.entry.workload, each.entry.seed, each.entry.method)
                 == wanted
             ]
-            # Trials are dropped before the last one has ended.
-            if not any(each.outcome.end != "dropped" for each in own):
+            if len(own) < self._expected(ruling, seed, method):
                 return None
             best[method] = min(own, key=lambda each: rank(each.outcome, limit))
         return best
+
+    def _expected(self, ruling: str, seed: int, method: str) -> int:
+        """Return the number of runs of a method in a round."""
+        tries = ruling == TUNED and seed == 0
+        return len(settings_of(METHODS[method], self.settings.trials)) if tries else 1
