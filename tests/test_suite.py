@@ -346,6 +346,7 @@ def test_tables_of_a_contest(results):
     [ruling] = results.rulings
     assert time_rows(results, ruling)[1][3:] == ("20 (2.0x)", "12 (1.2x)", "10 (1.0x)")
     assert time_rows(results, ruling)[2][3:] == ("not reached", "30 (1.0x)", "not reached")
+    assert time_rows(results, ruling, brief=True)[2] == ("cifar10", "∞", "30 (1.0x)", "∞")
     limit = WORKLOADS["cifar10"].seconds
     scores = {row[0]: row[1:] for row in score_rows(results, ruling)[1:]}
     assert list(scores) == ["AdamW", "KFC", "SGD"]

@@ -148,8 +148,9 @@ def publish(results: Results, folder: Path) -> None:
     for note in notes(results):
         screen.say(note)
     for ruling in results.rulings:
+        times = time_rows(results, ruling, brief=True)
         screen.console.print(screen.as_table(score_rows(results, ruling), ruling.name))
-        screen.console.print(screen.as_table(time_rows(results, ruling), compact=True))
+        screen.console.print(screen.as_table(times, compact=True))
     for failure in failures(results):
         screen.say(failure)
     page = folder / PAGE

@@ -41,10 +41,15 @@ def score_rows(results: Results, ruling: Ruling) -> list[Row]:
     return rows
 
 
-def time_rows(results: Results, ruling: Ruling) -> list[Row]:
-    """Return a table of seconds to the target, with ratios to the fastest in brackets."""
+def time_rows(results: Results, ruling: Ruling, *, brief: bool = False) -> list[Row]:
+    """Return a table of seconds to the target, with ratios to the fastest in brackets.
+
+    Args:
+        brief: whether to make the table narrow enough for a terminal.
+    """
     methods = results.settings.methods
-    rows: list[Row] = [("workload", "target", "limit", *methods)]
+    unreached = "∞" if brief else UNREACHED
+    rows: list[Row] = [("workload", *(() if brief else ("target", "limit")), *methods)]
     for workload in results.workloads:
         if workload.name not in ruling.times:
             continue
@@ -52,10 +57,11 @@ def time_rows(results: Results, ruling: Ruling) -> list[Row]:
         cells = [
             f"{number(times[method])} ({ratio(ratios[method])})"
             if math.isfinite(times[method])
-            else UNREACHED
+            else unreached
             for method in methods
         ]
-        rows.append((workload.title, workload.goal, number(workload.seconds), *cells))
+        title = (workload.title, workload.goal, number(workload.seconds))
+        rows.append((*((workload.name,) if brief else title), *cells))
     return rows
 
 
