@@ -111,7 +111,7 @@ _ALL = (
     Method(
         "Shampoo",
         _of_pytorch_optimizer("Shampoo"),
-        0.03,
+        0.3,
         5e-4,
         fixed=(("momentum", 0.9),),
         package=PYTORCH_OPTIMIZER,
