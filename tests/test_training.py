@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from kfc.lab.baselines import MuonOptions
+from kfc.lab.method import Setup
 
 from kfc.lab.averages import Averages
 from kfc.lab.components import RunComponents, weight_costs
@@ -15,7 +17,7 @@ from kfc.lab.data import Inputs, load
 from kfc.lab.diagnosis import find_origin
 from kfc.lab.muon import as_matrix
 from kfc.lab.networks import build
-from kfc.lab.optimizers import OPTIMIZERS, MuonOptions, Setup
+from kfc.lab.optimizers import OPTIMIZERS
 from kfc.lab.runs import RunError, RunFolder, read_record
 from kfc.lab.training import Trainer
 

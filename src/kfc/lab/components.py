@@ -15,8 +15,9 @@ from kfc.lab.averages import Averages
 from kfc.lab.config import PAPER, ConfigError, RunConfig
 from kfc.lab.data import Batches, Dataset, Inputs, Split
 from kfc.lab.data.batches import part_of
+from kfc.lab.method import Setup
 from kfc.lab.networks import NETWORKS, build
-from kfc.lab.optimizers import Setup, optimizer_options
+from kfc.lab.optimizers import optimizer_options
 from kfc.lab.options import config_errors
 from kfc.lab.processes.data_parallel import Replica, synchronised
 from kfc.lab.processes.ranks import device_of_rank, explained_collectives, failing_together

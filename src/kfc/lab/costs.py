@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
-from kfc.lab.optimizers import Optimizer
+from kfc.lab.method import Optimizer
 from kfc.optimizers.base import CurvatureOptimizer
 
 

@@ -1,35 +1,57 @@
-"""torch's Muon as one optimizer for a whole network."""
+"""torch's Muon for networks with convolutions, together with AdamW."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
-if TYPE_CHECKING:
-    from kfc.lab.optimizers import Setup
+LAYERS = (nn.Linear, _ConvNd)
+Named: TypeAlias = Iterable[tuple[str, Tensor]]
 
 
 class Muon:
     """torch's Muon for the hidden weights and AdamW for all other parameters.
 
     Muon takes matrices; a convolution's weight becomes one with a row for each output map. AdamW
-    trains the last layer, the biases and the scales, as Muon's author recommends.
+    trains the last layer, the biases and the scales, as Muon's author recommends, and parameters
+    that are not the weight of a layer, such as position embeddings.
+
+    Args:
+        muon: makes the optimizer of the hidden weights from their names and matrices.
+        adamw: makes the optimizer of the other parameters from their names and tensors.
     """
 
-    def __init__(self, model: nn.Module, setup: Setup, *, momentum: float, adamw_lr: float) -> None:
-        if not hasattr(torch.optim, "Muon"):
+    def __init__(
+        self,
+        model: nn.Module,
+        muon: Callable[[Named], torch.optim.Optimizer],
+        adamw: Callable[[Named], torch.optim.Optimizer],
+    ) -> None:
+        if not self.is_available():
             raise ValueError(f"muon needs torch 2.9 or later, this is torch {torch.__version__}")
         parameters = dict(model.named_parameters())
-        hidden = [name for name, parameter in parameters.items() if parameter.dim() > 1][:-1]
+        layers = [name for name, each in model.named_modules() if isinstance(each, LAYERS)]
+        weights = [f"{name}.weight" if name else "weight" for name in layers]
+        hidden = [name for name in weights if name in parameters][:-1]
         self._weights = [parameters.pop(name) for name in hidden]
         self._matrices = [nn.Parameter(as_matrix(weight.detach())) for weight in self._weights]
-        rest = setup.groups(parameters.items(), lr=adamw_lr)
-        self._optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest)]
+        self._optimizers = [adamw(parameters.items())]
         if hidden:
-            groups = setup.groups(zip(hidden, self._matrices, strict=True), lr=setup.lr)
-            self._optimizers.append(torch.optim.Muon(groups, momentum=momentum))
+            self._optimizers.append(muon(zip(hidden, self._matrices, strict=True)))
+
+    @staticmethod
+    def is_available() -> bool:
+        """Return whether this version of torch has Muon."""
+        return hasattr(torch.optim, "Muon")
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of both optimizers."""
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def zero_grad(self) -> None:
         for optimizer in self._optimizers:

@@ -2,74 +2,23 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kfc.curvature.options import APPROXIMATIONS, AVERAGING, Whitening
 from kfc.distributed.options import PLACEMENTS, Parallel
+from kfc.lab.baselines import AdamOptions, AdamWOptions, MuonOptions, SGDOptions, SOAPOptions
+from kfc.lab.method import OptimizerOptions, Setup
 from kfc.lab.muon import Muon
-from kfc.lab.options import ConfigError, Option, check_options, number_or, option, options_of
+from kfc.lab.options import ConfigError, Option, number_or, option, options_of
 from kfc.optimizers import KFAC, KFC, WhitenedAdam
 from kfc.optimizers.options import Adaptation, FisherClip
 from kfc.optimizers.whitened import PERIODS
 from kfc.schedule import Budget, Periods, Stretch
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Settings that every optimizer takes besides its own options.
-
-    Attributes:
-        lr: ``None`` if the optimizer adapts its learning rate.
-        weight_costs: weight decay λ by parameter name; parameters without an entry have none.
-        likelihood: the likelihood that belongs to the loss, as ``kfc.KFC`` takes it.
-        averaging_timescale: τ of the averaged parameters, in updates.
-    """
-
-    lr: float | None
-    weight_costs: Mapping[str, float]
-    seed: int
-    likelihood: str
-    averaging_timescale: float | None = None
-
-    def groups(
-        self, named: Iterable[tuple[str, Tensor | str]], key: str = "params", **options: Any
-    ) -> list[dict[str, Any]]:
-        """Return parameter groups with these options, one for each weight decay."""
-        members: dict[float, list[Tensor | str]] = {}
-        for name, member in named:
-            members.setdefault(self.weight_costs.get(name, 0.0), []).append(member)
-        return [{key: each, "weight_decay": cost, **options} for cost, each in members.items()]
-
-
-@dataclass(frozen=True)
-class OptimizerOptions(ABC):
-    """The options of one optimizer; each subclass declares them as fields."""
-
-    lr: ClassVar[float | None]  # the default; None if the optimizer adapts it
-    batch_size: ClassVar[int]  # the default
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-    @abstractmethod
-    def make(self, model: nn.Module, setup: Setup) -> Optimizer:
-        """Return the optimizer for a model."""
-
-    def first_estimate(self, available: int) -> int:
-        """Return the number of training examples of the first estimate of the factors.
-
-        Args:
-            available: the number of examples in the training set.
-        """
-        return 0
-
 
 # Our optimizers
 
@@ -290,82 +239,7 @@ class WhitenedAdamOptions(RefreshOptions):
         )
 
 
-# Other optimizers
-
-
-@dataclass(frozen=True)
-class SGDOptions(OptimizerOptions):
-    """Options of ``torch.optim.SGD``."""
-
-    lr, batch_size = 1e-2, 128
-    momentum: float = option(0.9, "Momentum μ")
-
-    def make(self, model: nn.Module, setup: Setup) -> Optimizer:
-        return torch.optim.SGD(
-            setup.groups(model.named_parameters(), lr=setup.lr), momentum=self.momentum
-        )
-
-
-@dataclass(frozen=True)
-class AdamOptions(OptimizerOptions):
-    """Options of ``torch.optim.Adam``."""
-
-    lr, batch_size = 1e-3, 128
-    algorithm: ClassVar[type[torch.optim.Adam]] = torch.optim.Adam
-    beta1: float = option(0.9, "Decay of the mean of gradients")
-    beta2: float = option(0.999, "Decay of the mean of squared gradients")
-
-    def make(self, model: nn.Module, setup: Setup) -> Optimizer:
-        betas = self.beta1, self.beta2
-        return self.algorithm(setup.groups(model.named_parameters(), lr=setup.lr), betas=betas)
-
-
-@dataclass(frozen=True)
-class AdamWOptions(AdamOptions):
-    """Options of ``torch.optim.AdamW``."""
-
-    algorithm = torch.optim.AdamW
-
-
-@dataclass(frozen=True)
-class SOAPOptions(OptimizerOptions):
-    """Options of pytorch-optimizer's SOAP."""
-
-    lr, batch_size = 3e-3, 256
-    beta1: float = option(0.95, "Decay of the mean of gradients")
-    beta2: float = option(0.95, "Decay of the mean of squared gradients")
-    precondition_frequency: int = option(10, "Steps between updates of the preconditioner")
-
-    def make(self, model: nn.Module, setup: Setup) -> Optimizer:
-        if not is_installed("soap"):
-            raise ValueError(
-                "soap needs the package pytorch-optimizer: pip install pytorch-optimizer"
-            )
-        from pytorch_optimizer import SOAP
-
-        optimizer: Optimizer = SOAP(
-            setup.groups(model.named_parameters(), lr=setup.lr),
-            betas=(self.beta1, self.beta2),
-            precondition_frequency=self.precondition_frequency,
-        )
-        return optimizer
-
-
-@dataclass(frozen=True)
-class MuonOptions(OptimizerOptions):
-    """Options of ``Muon``."""
-
-    lr, batch_size = 2e-2, 256
-    momentum: float = option(0.95, "Momentum μ")
-    adamw_lr: float = option(3e-3, "Learning rate of the parameters that AdamW trains")
-
-    def make(self, model: nn.Module, setup: Setup) -> Optimizer:
-        return Muon(model, setup, momentum=self.momentum, adamw_lr=self.adamw_lr)
-
-
 # All optimizers
-
-Optimizer: TypeAlias = torch.optim.Optimizer | Muon
 
 OPTIMIZERS: dict[str, type[OptimizerOptions]] = {
     "kfc": KFCOptions,
@@ -383,7 +257,7 @@ def is_installed(name: str) -> bool:
     """Return whether the optimizer's package is installed and recent enough."""
     if name == "soap":
         return find_spec("pytorch_optimizer") is not None
-    return name != "muon" or hasattr(torch.optim, "Muon")
+    return name != "muon" or Muon.is_available()
 
 
 def optimizer_options(name: str, values: Mapping[str, Any]) -> OptimizerOptions:

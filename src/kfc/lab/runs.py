@@ -171,7 +171,7 @@ class RunFolder:
         self._header = _read_header(path)
         self.config: RunConfig = self._header["config"]
         self.data_digest: str = self._header["data_digest"]
-        self._lock = _locked(path)
+        self._lock = locked(path)
         with clear_disk_errors(path):
             self._metrics = (path / METRICS).open("ab")
         self._events: RecordWriter | None = None
@@ -345,7 +345,7 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
         os.close(folder)
 
 
-def _locked(path: Path) -> io.TextIOWrapper:
+def locked(path: Path) -> io.TextIOWrapper:
     """Lock the folder until the file is closed or the process ends.
 
     The lock belongs to the process and not to the open file, which DataLoader workers inherit and

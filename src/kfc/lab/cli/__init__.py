@@ -15,6 +15,7 @@ from kfc.lab.cli.data import data_app
 from kfc.lab.cli.inspect import inspect
 from kfc.lab.cli.report import report
 from kfc.lab.cli.screen import say
+from kfc.lab.cli.suite import compare_suite
 from kfc.lab.cli.train import train
 from kfc.lab.processes.ranks import Launch
 
@@ -22,8 +23,16 @@ from kfc.lab.processes.ranks import Launch
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
 
 
+SUITE = "compare suite"
+
+
 class RankZeroGroup(TyperGroup):
-    """A command group that prints usage errors on rank 0 only."""
+    """A command group that prints usage errors on rank 0 only, and knows a command of two words."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[:2] == SUITE.split():
+            return SUITE, self.get_command(ctx, SUITE), args[2:]
+        return super().resolve_command(ctx, args)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         if Launch.from_environment().rank == 0:
@@ -47,6 +56,7 @@ app = typer.Typer(
 )
 for command in (demo, train, compare, report, inspect):
     app.command()(command)
+app.command(SUITE)(compare_suite)
 app.add_typer(data_app, name="data")
 
 
@@ -73,6 +83,8 @@ def main(
       kfc train --data cifar10 --net cuda-convnet --lr 0.003 --epochs 5
 
       kfc compare figure3-cifar10 --quick
+
+      kfc compare suite --quick
 
       kfc inspect runs/cifar10-cuda-convnet-kfc
 

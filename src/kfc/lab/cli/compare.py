@@ -29,7 +29,9 @@ def compare(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="PRESET|FILE.toml", help=f"Presets: {', '.join(settings.preset_names())}."
+            metavar="PRESET|FILE.toml",
+            help=f"Presets: {', '.join(settings.preset_names())}; or suite, which has its own "
+            "options: kfc compare suite --help.",
         ),
     ] = None,
     quick: Annotated[

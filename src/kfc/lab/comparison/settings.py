@@ -156,6 +156,8 @@ def _text_of(name: str) -> str:
     if name in preset_names():
         return (PRESETS / f"{name}.toml").read_text(encoding="utf-8")
     path = Path(name)
+    if name == "suite":
+        raise ConfigError("options of the suite follow its name: kfc compare suite --quick")
     if path.suffix != ".toml" and not path.is_file():
         raise ConfigError(
             f"there is no preset {name!r}; name one of {', '.join(preset_names())}, or a .toml file"

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 Pooling = Literal["max", "average"]
 
@@ -189,22 +190,24 @@ class ResidualBlock(nn.Module):
 class ResNet20(nn.Module):
     """ResNet-20 in its CIFAR form (He et al., 2016), with or without batch normalisation.
 
-    It has a convolution, three stages of residual blocks with 16, 32 and 64 maps, and a linear
-    layer. The name counts the convolutions and the linear layer.
+    It has a convolution, three stages of residual blocks with 16, 32 and 64 maps (``width`` times
+    1, 2 and 4), and a linear layer. The name counts the convolutions and the linear layer.
     """
 
-    def __init__(self, channels: int, classes: int, *, normalised: bool = True) -> None:
+    def __init__(
+        self, channels: int, classes: int, *, normalised: bool = True, width: int = 16
+    ) -> None:
         super().__init__()
-        self.conv = conv3x3(channels, 16, stride=1, bias=not normalised)
-        self.norm = normaliser(16, normalised)
-        maps = (16, 16, 16, 16, 32, 32, 32, 64, 64, 64)
+        self.conv = conv3x3(channels, width, stride=1, bias=not normalised)
+        self.norm = normaliser(width, normalised)
+        maps = [width * times for times in (1, 1, 1, 1, 2, 2, 2, 4, 4, 4)]
         self.blocks = nn.Sequential(
             *(
                 ResidualBlock(inputs, outputs, outputs // inputs, normalised)
                 for inputs, outputs in pairwise(maps)
             )
         )
-        self.linear = nn.Linear(64, classes)
+        self.linear = nn.Linear(maps[-1], classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images (N, channels, height, width) of any size to logits (N, classes)."""
@@ -234,7 +237,7 @@ def initialise(model: nn.Module, init: str) -> None:
             logits are small, and residual branches without normalisation start at 0.
     """
     modules = model.named_modules()
-    layers = {name: each for name, each in modules if isinstance(each, nn.Conv2d | nn.Linear)}
+    layers = {name: each for name, each in modules if isinstance(each, _ConvNd | nn.Linear)}
     for name, layer in layers.items():
         if layer.bias is not None:
             layer.bias.zero_()

@@ -1,0 +1,217 @@
+"""Tables of a contest for the terminal, and its page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kfc.lab.report.figures import Figure, Json, layout, line
+from kfc.lab.report.rendering import write_html
+from kfc.lab.report.tables import Row, number, ratio
+from kfc.lab.suite.methods import METHODS
+from kfc.lab.suite.results import Results, Ruling
+from kfc.lab.suite.scoring import LARGEST_RATIO, of_method, profile_steps
+from kfc.lab.suite.store import Record
+
+LARGEST_GROWTH = 1.2  # of the loss of our own methods at their defaults
+UNREACHED = "not reached"
+TITLES = {"untuned": "Untuned", "tuned": "Tuned"}
+
+
+def ordered_methods(ruling: Ruling, methods: Sequence[str]) -> list[str]:
+    """Return the methods from the best score to the worst."""
+    return sorted(methods, key=lambda method: (-ruling.score(method), ruling.mean_ratio(method)))
+
+
+def score_rows(results: Results, ruling: Ruling) -> list[Row]:
+    """Return a table with a row for each method: score, mean ratio, first places, targets."""
+    rows: list[Row] = [
+        ("method", "score", "geometric mean of ratios", "fastest on", "targets reached")
+    ]
+    count = len(ruling.times)
+    for method in ordered_methods(ruling, results.settings.methods):
+        mean = ruling.mean_ratio(method)
+        bound = "≥ " if ruling.is_bound(method) else ""
+        firsts = sum(value == 1 for value in of_method(ruling.ratios, method))
+        mean_text = f"{bound}{mean:.2f}" if math.isfinite(mean) else UNREACHED
+        reached = f"{ruling.reached(method)} of {count}"
+        rows.append((method, f"{ruling.score(method):.3f}", mean_text, str(firsts), reached))
+    return rows
+
+
+def time_rows(results: Results, ruling: Ruling, *, brief: bool = False) -> list[Row]:
+    """Return a table of seconds to the target, with ratios to the fastest in brackets.
+
+    Args:
+        brief: whether to make the table narrow enough for a terminal.
+    """
+    methods = results.settings.methods
+    unreached = "∞" if brief else UNREACHED
+    rows: list[Row] = [("workload", *(() if brief else ("target", "limit")), *methods)]
+    for workload in results.workloads:
+        if workload.name not in ruling.times:
+            continue
+        times, ratios = ruling.times[workload.name], ruling.ratios[workload.name]
+        cells = [
+            f"{number(times[method])} ({ratio(ratios[method])})"
+            if math.isfinite(times[method])
+            else unreached
+            for method in methods
+        ]
+        title = (workload.title, workload.goal, number(workload.seconds))
+        rows.append((*((workload.name,) if brief else title), *cells))
+    return rows
+
+
+def growth_rows(results: Results, ruling: Ruling) -> list[Row]:
+    """Return the largest loss of a batch relative to the first, over seeds, for chosen runs."""
+    methods = results.settings.methods
+    rows: list[Row] = [("workload", *methods)]
+    for workload in results.workloads:
+        if chosen := ruling.chosen.get(workload.name):
+            growths = [max(r.outcome.loss_growth for r in chosen[method]) for method in methods]
+            cells = [f"{each:.2f}" if math.isfinite(each) else "diverged" for each in growths]
+            rows.append((workload.title, *cells))
+    return rows
+
+
+def setting_rows(results: Results, ruling: Ruling) -> list[Row]:
+    """Return the setting that each method's result comes from."""
+    methods = results.settings.methods
+    rows: list[Row] = [("workload", *methods)]
+    for workload in results.workloads:
+        if chosen := ruling.chosen.get(workload.name):
+            cells = [str(chosen[method][0].entry.setting) for method in methods]
+            rows.append((workload.title, *cells))
+    return rows
+
+
+def failures(results: Results) -> list[str]:
+    """Return sentences about runs that diverged, and about our own methods' growing losses."""
+    found = [
+        f"{record.entry.method} diverged on {record.entry.workload} ({record.entry.ruling}, seed "
+        f"{record.entry.seed}, {record.entry.setting}): {record.outcome.message}"
+        for record in results.diverged()
+    ]
+    for record in results.records:
+        entry, growth = record.entry, record.outcome.loss_growth
+        watched = METHODS[entry.method].ours and entry.ruling == "untuned"
+        if watched and LARGEST_GROWTH < growth < math.inf:
+            found.append(
+                f"{entry.method} on {entry.workload}, seed {entry.seed}: the loss rose to "
+                f"{growth:.2f} times its first value, above {LARGEST_GROWTH:g}"
+            )
+    return found
+
+
+# The page
+
+
+def write_suite_page(path: Path, results: Results) -> None:
+    """Write the page of a contest atomically."""
+    rulings = {ruling.name: _ruling_section(results, ruling) for ruling in results.rulings}
+    sections: dict[str, Any] = {
+        **{name: rulings.get(name) for name in TITLES},
+        "losses": {
+            "rulings": [
+                (TITLES[ruling.name], growth_rows(results, ruling)) for ruling in results.rulings
+            ],
+            "failures": failures(results),
+        }
+        if rulings
+        else None,
+        "rules": {"workloads": workload_rows(results), "settings": _settings(results)},
+    }
+    write_html(
+        path,
+        "suite.html",
+        title="Time to target over several workloads",
+        notes=notes(results),
+        sections=sections,
+    )
+
+
+def notes(results: Results) -> list[str]:
+    """Return what a reader must know: what is complete, and with how many seeds."""
+    hours = results.spent / 3600
+    found = [f"{hours:.1f} hours in all." if hours >= 0.1 else f"{results.spent:.0f} seconds."]
+    if not results.complete:
+        found.append("The contest is not complete; workloads without results are left out.")
+    for ruling in results.rulings:
+        counts = sorted(set(ruling.seeds.values()))
+        text = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+        found.append(f"{TITLES[ruling.name]}: {len(ruling.times)} workloads, seeds: {text}.")
+    if results.settings.quick:
+        found.append("Quick version: fewer workloads, with easier targets and shorter limits.")
+    return found
+
+
+def workload_rows(results: Results) -> list[Row]:
+    """Return the table of workloads."""
+    rows: list[Row] = [("workload", "name", "batch", "target", "limit (s)")]
+    for each in results.workloads:
+        rows.append((each.title, each.name, str(each.batch_size), each.goal, number(each.seconds)))
+    return rows
+
+
+def _settings(results: Results) -> list[Row]:
+    settings = results.settings
+    rows = [("", "value"), ("methods", ", ".join(settings.methods))]
+    rows += [(name, str(getattr(settings, name))) for name in ("seeds", "trials", "threads")]
+    return [*rows, *((name, str(value)) for name, value in settings.environment.items())]
+
+
+def _ruling_section(results: Results, ruling: Ruling) -> dict[str, Any]:
+    methods = list(results.settings.methods)
+    return {
+        "scores": score_rows(results, ruling),
+        "times": time_rows(results, ruling),
+        "chosen": setting_rows(results, ruling) if ruling.name == "tuned" else [],
+        "legend": list(enumerate(methods)),
+        "profile": [_profile_figure(ruling, methods)],
+        "curves": [
+            _curve_figure(results, ruling, workload.name)
+            for workload in results.workloads
+            if workload.name in ruling.times
+        ],
+    }
+
+
+def _profile_figure(ruling: Ruling, methods: Sequence[str]) -> Figure:
+    traces = []
+    for index, method in enumerate(methods):
+        taus, fractions = profile_steps(of_method(ruling.ratios, method))
+        trace = line(index, method, taus, fractions)
+        trace["line"]["shape"] = "hv"
+        template = "%{y:.0%} of the workloads within %{x:.3~g} times the best"
+        traces.append({**trace, "hovertemplate": template})
+    shape = layout("τ, time relative to the fastest", "fraction of workloads", height=400)
+    shape["xaxis"]["range"] = [1, LARGEST_RATIO]
+    shape["yaxis"]["range"] = [-0.02, 1.02]
+    return Figure(f"profile-{ruling.name}", shape, [traces])
+
+
+def _curve_figure(results: Results, ruling: Ruling, name: str) -> Figure:
+    workload = next(each for each in results.workloads if each.name == name)
+    traces: list[Json] = []
+    for index, method in enumerate(results.settings.methods):
+        record: Record = ruling.chosen[name][method][0]
+        points = [(at, value) for at, _, value in record.outcome.curve if math.isfinite(value)]
+        template = "%{y:.3~g} after %{x:.3~g} s"
+        xs, ys = [at for at, _ in points], [value for _, value in points]
+        traces.append(line(index, method, xs, ys, hovertemplate=template))
+    edge = max((x for trace in traces for x in trace["x"]), default=workload.seconds)
+    target = line(0, "target", [0, edge], [workload.target] * 2, mode="lines")
+    target["line"] = {"color": "#1a1a1a", "dash": "2px,3px", "width": 1}
+    label = workload.metric.replace("_", " ").replace("train", "training")
+    label = label if workload.metric.endswith("loss") else f"{label} (%)"
+    shape = layout("seconds of training", label, log="y")
+    return Figure(
+        f"curve-{ruling.name}-{name}",
+        shape,
+        [[*traces, target]],
+        title=workload.title,
+        caption=f"Target: {workload.goal} (dotted). First seed.",
+    )

@@ -1,0 +1,1 @@
+"""The contest of `kfc compare suite`: time to target over workloads that differ."""

@@ -1,0 +1,173 @@
+"""The folder of a contest: its settings, the time spent, and the state or record of every run."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kfc.lab.runs import RunError, clear_disk_errors, create_folder, write_atomically, write_json
+from kfc.lab.suite.search import Setting
+from kfc.lab.suite.trial import Outcome, Trial
+
+SETTINGS, SPENT, RUNS = "suite.json", "spent.json", "runs"
+UNTUNED, TUNED = "untuned", "tuned"
+RULINGS = (UNTUNED, TUNED)
+
+
+@dataclass(frozen=True)
+class ContestSettings:
+    """What a contest consists of.
+
+    Attributes:
+        workloads, methods: names.
+        seeds: the number of seeds of the final runs; the result is their median.
+        trials: the number of settings that the tuned ruling tries for each method.
+        hours: the most wall-clock time in all, over all sessions.
+        quick: whether workloads have the targets and limits of `--quick`.
+        threads: of each run.
+        digests: the hash of each workload's data.
+        environment: versions and machine.
+    """
+
+    workloads: tuple[str, ...]
+    methods: tuple[str, ...]
+    rulings: tuple[str, ...]
+    seeds: int
+    trials: int
+    hours: float
+    quick: bool
+    threads: int
+    digests: Mapping[str, str]
+    environment: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """The identity of a run."""
+
+    workload: str
+    ruling: str
+    method: str
+    trial: int
+    seed: int
+    setting: Setting
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload}-{self.ruling}-{self.method}-{self.trial}-seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run and its outcome."""
+
+    entry: Entry
+    outcome: Outcome
+
+
+class Store:
+    """Reads and writes the folder of a contest."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.settings = _read_settings(folder)
+
+    @classmethod
+    def create(cls, folder: Path, settings: ContestSettings) -> Store:
+        create_folder(folder, SETTINGS, asdict(settings))
+        return cls(folder)
+
+    def replace_settings(self, settings: ContestSettings) -> None:
+        with clear_disk_errors(self.folder):
+            write_json(self.folder / SETTINGS, asdict(settings))
+        self.settings = settings
+
+    @property
+    def spent(self) -> float:
+        """Seconds of wall-clock time over all sessions."""
+        try:
+            return float(json.loads((self.folder / SPENT).read_text())["seconds"])
+        except FileNotFoundError:
+            return 0.0
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{self.folder / SPENT} is damaged: {error}") from error
+
+    def set_spent(self, seconds: float) -> None:
+        with clear_disk_errors(self.folder):
+            write_json(self.folder / SPENT, {"seconds": seconds})
+
+    # Runs
+
+    def finished(self, entry: Entry) -> Outcome | None:
+        """Return the outcome of a run that has ended."""
+        path = self._path(entry, "json")
+        if not path.exists():
+            return None
+        try:
+            return _outcome(json.loads(path.read_text())["outcome"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{path} is damaged: {error}") from error
+
+    def save(self, entry: Entry, trial: Trial) -> None:
+        """Write the state of a run in progress, or the record of one that has ended."""
+        with clear_disk_errors(self.folder):
+            state = self._path(entry, "pt")
+            state.parent.mkdir(exist_ok=True)
+            if not trial.outcome.end:
+                buffer = io.BytesIO()
+                torch.save(trial.state_dict(), buffer)
+                write_atomically(state, buffer.getbuffer())
+                return
+            record = asdict(Record(entry, trial.outcome))
+            write_json(self._path(entry, "json"), finite(record))
+            state.unlink(missing_ok=True)
+
+    def restore(self, entry: Entry, trial: Trial) -> None:
+        """Continue from the last state of the run, if there is one."""
+        path = self._path(entry, "pt")
+        if not path.exists():
+            return
+        try:
+            trial.load_state_dict(torch.load(path, weights_only=True))
+        except Exception as error:
+            raise RunError(f"{path} is damaged, or of another version: {error}") from error
+
+    def _path(self, entry: Entry, kind: str) -> Path:
+        return self.folder / RUNS / f"{entry.name}.{kind}"
+
+
+def finite(value: Any) -> Any:
+    """Replace numbers that are not finite by None, in nested dicts and lists."""
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _outcome(values: dict[str, Any]) -> Outcome:
+    known: dict[str, Any] = {k: math.inf if v is None else v for k, v in values.items()}
+    curve = [
+        (seconds, updates, math.inf if value is None else value)
+        for seconds, updates, value in values["curve"]
+    ]
+    return Outcome(**{**known, "curve": curve})
+
+
+def _read_settings(folder: Path) -> ContestSettings:
+    try:
+        values = json.loads((folder / SETTINGS).read_text())
+        for name in ("workloads", "methods", "rulings"):
+            values[name] = tuple(values[name])
+        if set(values) != {each.name for each in fields(ContestSettings)}:
+            raise ValueError("other settings than this version has")
+        return ContestSettings(**values)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{folder} is not the folder of a suite: {error}") from error
