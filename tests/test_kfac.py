@@ -223,9 +223,11 @@ def test_with_everything_fixed_it_is_kfc():
     twin = copy.deepcopy(model)
     options = {"weight_decay": 0.01, "seed": 3, "averaging_timescale": 4.0}
     options["schedule"] = kfc.Periods(2, 3)
-    fixed = kfc.Adaptation(lr=0.3, momentum=0.8, model_damping=0.0, factor_damping=math.sqrt(0.06))
+    fixed = kfc.Adaptation(
+        lr=0.3, momentum=0.8, model_damping=0.0, factor_damping=math.sqrt(0.06), loss_bound=None
+    )
     adaptive = kfc.KFAC(model, adaptation=fixed, clip=0.002, **options)
-    clip = kfc.FisherClip(0.002, fraction=1, period=1)
+    clip = kfc.FisherClip(0.002, fraction=1, period=1, loss_bound=None)
     plain = kfc.KFC(twin, 0.3, momentum=0.8, damping=0.05, clip=clip, **options)
     for _ in range(6):
         adaptive.step(closure_of(model, inputs, labels))

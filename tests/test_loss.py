@@ -53,7 +53,7 @@ def norm_ratio(
     model: nn.Module, inputs: Tensor, loss_of: LossOf, parts: int = 1, **options: object
 ) -> tuple[float, str]:
     """Return our vᵀFv over the true one for the first update v, and how the loss is described."""
-    clip = kfc.FisherClip(1e12, fraction=1)
+    clip = kfc.FisherClip(1e12, fraction=1, loss_bound=None)
     optimizer = kfc.KFC(model, lr=0.1, momentum=0, clip=clip, **options)
     before = [p.detach().clone() for p in model.parameters()]
     for part in parts_of(parts):
@@ -418,7 +418,7 @@ def gauss_newton_along(
 def check_heads(model, loss_of, likelihood):
     inputs = batch()
     along = gauss_newton_along(model, inputs, loss_of)
-    clip = kfc.FisherClip(1e12, fraction=1)
+    clip = kfc.FisherClip(1e12, fraction=1, loss_bound=None)
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = kfc.KFC(
         model, lr=0.1, momentum=0, clip=clip, likelihood=likelihood, output=lambda out: out
@@ -511,7 +511,7 @@ def test_a_model_that_computes_its_own_loss():
         model,
         lr=0.1,
         momentum=0,
-        clip=kfc.FisherClip(1e12, fraction=1),
+        clip=kfc.FisherClip(1e12, fraction=1, loss_bound=None),
         output=lambda out: out["logits"],
     )
     before = [p.detach().clone() for p in model.head.parameters()]

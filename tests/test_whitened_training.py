@@ -441,7 +441,7 @@ def test_it_learns_the_digits_faster_than_adam():
         train(model, optimizer, [(images[i::24], labels[i::24]) for i in range(24)] * 2)
         with torch.no_grad():
             losses[name] = F.cross_entropy(model(images), labels).item()
-    assert losses["whitened"] < 0.05
+    assert losses["whitened"] < 0.1
     assert losses["whitened"] < losses["adam"] / 2
 
 

@@ -223,7 +223,7 @@ class WhitenedAdamOptions(RefreshOptions):
     rotation_period: int = option(
         10, "Steps between updates of the eigenbases of the outputs; 0 for no rotation"
     )
-    loss_bound: float = option(0.25, BOUND)
+    loss_bound: float = option(0.1, BOUND)
 
     def make(self, model: nn.Module, setup: Setup) -> WhitenedAdam:
         decay = Whitening(factor_decay=self.factor_decay).with_decay(setup.averaging_timescale)  # type: ignore[arg-type]

@@ -17,6 +17,12 @@ from kfc._helpers import at_least_float32, moved, require_keys, require_number, 
 from kfc.optimizers.engine import Engine
 from kfc.statistics.observation import Observation, count_examples
 
+# The weight of the old value in the running mean of the excess.
+MEAN_DECAY = 0.9
+# An excess counts as an outlier if it is larger than this many running means, and enters the
+# running mean as at most this many.
+LARGEST_EXCESS, FASTEST_RISE = 2.0, 10.0
+
 
 class StepLimits(NamedTuple):
     """Factors of a step, scalars on the device.
@@ -31,7 +37,7 @@ class StepLimits(NamedTuple):
 
 
 class LossBound:
-    """Limits the decrease of the objective that a step promises.
+    """Limits the change of the objective that a step promises.
 
     All of it stays on the device: the host does not wait.
 
@@ -41,9 +47,22 @@ class LossBound:
 
     def __init__(self, share: float) -> None:
         self._share = share
+        self._mean: Tensor | float | None = None
         self._factor: Tensor | float = 1.0
         self._bounds: Tensor | int = 0
         self._restarts: Tensor | int = 0
+
+    def without_outliers(self, excess: Tensor, bad: Tensor | None) -> Tensor:
+        """Return the excess, at most twice its running mean, which it updates.
+
+        Args:
+            bad: a boolean scalar; if true, the mean stays as it is. ``None``: the step is known to
+                be good.
+        """
+        mean = excess if self._mean is None else torch.as_tensor(self._mean).to(excess)
+        new = MEAN_DECAY * mean + (1 - MEAN_DECAY) * torch.minimum(excess, FASTEST_RISE * mean)
+        self._mean = new if bad is None else torch.where(moved(bad, mean.device), mean, new)
+        return torch.minimum(excess, LARGEST_EXCESS * mean)
 
     def limit(self, momentum: Tensor, update: Tensor, excess: Tensor) -> StepLimits:
         """Return the factors of a step m = μ m_old + v.
@@ -73,18 +92,21 @@ class LossBound:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return self.diagnostics()
+        mean = None if self._mean is None else float(self._mean)
+        return {**self.diagnostics(), "mean_excess": mean}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
         require_keys("state of the loss bound", state, self.state_dict())
         for name, value in state.items():
-            require_number(f"the state's {name}", value)
+            if value is not None:
+                require_number(f"the state's {name}", value)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._factor = float(state["loss_bound_factor"])
         self._bounds = int(state["loss_bounds"])
         self._restarts = int(state["momentum_restarts"])
+        self._mean = state["mean_excess"]
 
 
 def _here(count: Tensor | int, like: Tensor) -> Tensor | int:

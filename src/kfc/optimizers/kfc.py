@@ -141,7 +141,8 @@ class KFC(CurvatureOptimizer):
             self._start_averages()  # θ̄ begins at θ₀
             limits = self._limits(gradients, products, factor, loss)  # not uphill; -∇hᵀm ≤ κE
             steps = self._add_momentum_(update, limits)  # m ← μm + v
-            self._clip_step_(steps, is_due=may_skip)  # ν of the whole step ≤ C
+        self._clip_step_(steps, is_due=may_skip)  # ν of the whole step ≤ C
+        with self.engine.schedule.timed("update"):
             self._move_(steps, update)  # θ ← θ + m
             self._update_averages(self.engine.in_doubt)  # θ̄ ← ζθ̄ + (1 - ζ)θ, ζ = exp(-1/τ)
         self.engine.end_step()
@@ -311,7 +312,8 @@ class KFC(CurvatureOptimizer):
         """
         if self._bound is None or self._clip is None or not is_due:
             return
-        if not any(group["momentum"] for group in self.param_groups):
+        has_momentum = any(group["momentum"] for group in self.param_groups)
+        if not has_momentum or self.engine.steps == 0:  # m is v
             return
         with self.engine.schedule.timed("clip"):
             norm = self._fisher_norm(steps).item()

@@ -58,9 +58,10 @@ class WhitenedAdam(CurvatureOptimizer):
         likelihood: what the outputs parametrise, as in ``kfc.KFC``; only the loss bound needs it.
         output: selects the tensor of outputs from what the model returns, if that is not a tensor.
             Its first dimension is that of the examples.
-        loss_bound: κ. To first order, no step may lower the loss by more than κ times its excess
-            on the batch, the loss minus the least it could be; longer steps are shortened. If the
-            loss fits no likelihood, there is no bound. ``None``: no bound.
+        loss_bound: κ. To first order, no step may change the loss on the batch by more than κ times
+            its excess, the loss minus the least it could be; longer steps are shortened. A batch
+            whose excess is more than twice the running mean counts less. If the loss fits no
+            likelihood, there is no bound. ``None``: no bound.
         rotation_period: the number of steps between refreshes of the eigenbases of the outputs;
             ``None``: second moments are kept in whitened coordinates, without a rotation.
         factor_decay: ξ, the weight of the old value in the moving average of Ω, at each update of
@@ -85,7 +86,7 @@ class WhitenedAdam(CurvatureOptimizer):
         groups: Sequence[Mapping[str, Any]] | None = None,
         likelihood: LikelihoodChoice = "auto",
         output: Output | None = None,
-        loss_bound: float | None = 0.25,
+        loss_bound: float | None = 0.1,
         rotation_period: int | None = 10,
         factor_decay: Decay = 0.8,
         max_factor_size: int = 4096,
@@ -143,12 +144,13 @@ class WhitenedAdam(CurvatureOptimizer):
         self.engine.update_(batch)  # T_s: moving average of Ω
         self.engine.refresh_inverses(self._layer_damping)  # T_f: (Ω + δ I)^(-1/2)
         with self.engine.schedule.timed("natural gradient"), self.engine.full_precision():
-            white = {name: _copied(gradient) for name, gradient in gradients.items()}  # G
+            excess = self._excess(loss)  # E of the loss, and ω = min(1, 2Ē/E)
+            white = self._weighted(gradients, excess)  # ω G
             self.engine.precondition_(white)  # G' = G (Ω + δ I)^(-1/2)
             update = self._adam_steps(white)  # Δ' = m̂ / (√v̂ + ε), with the moments of G'
             self._map_back_(update)  # Δ = Δ' (Ω + δ I)^(-1/2), scaled to the norm of Δ'
             self._times_learning_rate_(update)  # v = -lr Δ
-            self._bound_loss_(update, gradients, loss)  # v ← v κE / (-∇ᵀv) if -∇ᵀv > κE
+            self._bound_loss_(update, gradients, excess)  # |∇ᵀv| ≤ κ min(E, 2Ē)
         with self.engine.schedule.timed("update"):
             self._start_averages()  # θ̄ begins at θ₀
             self._move_(update, self.engine.in_doubt)  # θ ← (1 - lr λ) θ + v
@@ -207,21 +209,43 @@ class WhitenedAdam(CurvatureOptimizer):
             ratio = torch.where(norm > 0, norms[layer] / norm, 1)
             torch._foreach_mul_(parts, ratio)
 
-    def _bound_loss_(self, update: Vector, gradients: Vector, loss: Any) -> None:
-        """Shorten the update, in place, if it promises too large a decrease of the loss.
+    def _excess(self, loss: Any) -> tuple[Tensor, Tensor] | None:
+        """Return the excess E of the loss, and at most twice its running mean Ē.
 
         Args:
             loss: what the closure returned, if there is one.
         """
-        if self._bound is None or not update:
-            return
+        if self._bound is None:
+            return None
         excess = excess_loss(self.engine, loss if isinstance(loss, Tensor) else None)
-        slope = torch.zeros_like(excess)
+        return excess, self._bound.without_outliers(excess, self.engine.in_doubt)
+
+    def _weighted(self, gradients: Vector, excess: tuple[Tensor, Tensor] | None) -> Vector:
+        """Return copies of the gradients, those of an outlier multiplied by 2Ē/E."""
+        copies = {name: _copied(gradient) for name, gradient in gradients.items()}
+        if excess is not None:
+            found, usual = excess
+            weight = torch.where(found > usual, usual / found, 1.0)
+            for _, _, names in self._by_group(copies):
+                values = [copies[name] for name in names]
+                torch._foreach_mul_(values, moved(weight, values[0].device))
+        return copies
+
+    def _bound_loss_(
+        self, update: Vector, gradients: Vector, excess: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """Shorten the update v, in place, if |∇ᵀv| is more than the loss bound.
+
+        Moments remember other batches, so that v may also lead uphill.
+        """
+        if self._bound is None or excess is None or not update:
+            return
+        slope = torch.zeros_like(excess[1])
         for _, _, names in self._by_group(update):
             values = [update[name] for name in names]
             own = inner_product([gradients[name] for name in names], values)
             slope = slope + moved(own, slope.device)
-        factor = self._bound.limit(torch.zeros_like(slope), slope, excess).step
+        factor = self._bound.limit(torch.zeros_like(slope), -slope.abs(), excess[1]).step
         for _, _, names in self._by_group(update):
             values = [update[name] for name in names]
             torch._foreach_mul_(values, moved(factor, values[0].device))
