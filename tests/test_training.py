@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from kfc.lab.baselines import MuonOptions
-from kfc.lab.method import Setup
 
 from kfc.lab.averages import Averages
+from kfc.lab.baselines import MuonOptions
 from kfc.lab.components import RunComponents, weight_costs
 from kfc.lab.config import ConfigError, config_from_dict, make_config
 from kfc.lab.data import Inputs, load
 from kfc.lab.diagnosis import find_origin
+from kfc.lab.method import Setup
 from kfc.lab.muon import as_matrix
 from kfc.lab.networks import build
 from kfc.lab.optimizers import OPTIMIZERS
