@@ -56,7 +56,7 @@ KFC_OPTIONS = {
     "lr": 0.05,
     "weight_decay": 1e-3,
     "damping": 1e-2,
-    "clip": kfc.FisherClip(0.01, fraction=1),
+    "clip": kfc.FisherClip(0.01, fraction=1, loss_bound=0.02),
     "averaging_timescale": 4,
     "curvature": kfc.Kronecker(fisher="exact"),
     "schedule": kfc.Periods(2, 3),
@@ -95,15 +95,18 @@ def trained_by_kfc(given, run, part, options, steps=STEPS):
     """
     (where, weight) = part
     optimizer = kfc.KFC(given, **{**KFC_OPTIONS, **options})
-    norms = []
+    norms, bounds = [], []
     for images, labels in batches(steps):
         optimizer.zero_grad()
         (weight * F.cross_entropy(run(images[where]), labels[where])).backward()
         optimizer.step()
-        norms.append(optimizer.step_diagnostics["fisher_norm"])
+        last = optimizer.step_diagnostics
+        norms.append(last["fisher_norm"])
+        bounds.append(last["loss_bound_factor"])
+    assert min(bounds) < 1
     with optimizer.averaged_parameters():
         averages = {f"averaged {n}": p.tolist() for n, p in optimizer.model.named_parameters()}
-    return remains(optimizer, norms=norms, **averages)
+    return remains(optimizer, norms=norms, bounds=bounds, **averages)
 
 
 EXACT = kfc.Kronecker(fisher="exact")
