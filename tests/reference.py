@@ -146,3 +146,32 @@ def squared_error(outputs: Tensor) -> Tensor:
 
 def binary_cross_entropy(outputs: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(outputs, torch.zeros_like(outputs))
+
+
+class Affine(nn.Module):
+    """An invertible affine map of the channels at every location."""
+
+    def __init__(self, matrix: Tensor, offset: Tensor) -> None:
+        super().__init__()
+        self.matrix, self.offset = matrix, offset
+
+    def forward(self, maps: Tensor) -> Tensor:
+        offset = self.offset.reshape(-1, *[1] * (maps.dim() - 2))
+        return torch.einsum("ij,nj...->ni...", self.matrix, maps) + offset
+
+
+def small_net() -> nn.Sequential:
+    """Return a network with a convolution, batch normalisation and an in-place nonlinearity."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(36, 3),
+    )
+
+
+def small_batch(size: int = 8) -> tuple[Tensor, Tensor]:
+    """Return random inputs and labels for ``small_net``."""
+    return torch.randn(size, 1, 6, 6), torch.randint(3, (size,))

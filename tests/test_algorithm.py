@@ -12,6 +12,7 @@ from torch import nn
 
 import kfc
 from reference import (
+    Affine,
     activation_factor,
     cross_entropy,
     derivative_factor,
@@ -220,18 +221,6 @@ def test_sampled_factors_converge_to_the_exact_ones():
 
 
 # Theorem 3
-
-
-class Affine(nn.Module):
-    """An invertible affine map of the channels at every location."""
-
-    def __init__(self, matrix, offset):
-        super().__init__()
-        self.matrix, self.offset = matrix, offset
-
-    def forward(self, maps):
-        offset = self.offset.reshape(-1, *[1] * (maps.dim() - 2))
-        return torch.einsum("ij,nj...->ni...", self.matrix, maps) + offset
 
 
 def transformed_net(net, before, after):

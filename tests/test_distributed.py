@@ -136,17 +136,20 @@ def trained_by_sgd(given, run, part, options, steps=STEPS):
     return remains(preconditioner)
 
 
+def backward_in_two_passes(run, images, labels, weight):
+    """Run a rank's part in two passes, the first of which only accumulates gradients."""
+    waits = run.no_sync() if isinstance(run, DistributedDataParallel) else nullcontext()
+    with waits:
+        (weight / 2 * F.cross_entropy(run(images[::2]), labels[::2])).backward()
+    (weight / 2 * F.cross_entropy(run(images[1::2]), labels[1::2])).backward()
+
+
 def trained_in_micro_batches(given, run, part, options, steps=STEPS):
-    """Run each rank's part in two passes, the first of which only accumulates gradients."""
     (where, weight) = part
     optimizer = kfc.KFC(given, **{**KFC_OPTIONS, "clip": None, **options})
     for images, labels in batches(steps):
         optimizer.zero_grad()
-        images, labels = images[where], labels[where]
-        waits = run.no_sync() if isinstance(run, DistributedDataParallel) else nullcontext()
-        with waits:
-            (weight / 2 * F.cross_entropy(run(images[::2]), labels[::2])).backward()
-        (weight / 2 * F.cross_entropy(run(images[1::2]), labels[1::2])).backward()
+        backward_in_two_passes(run, images[where], labels[where], weight)
         optimizer.step()
     return remains(optimizer)
 
@@ -159,11 +162,7 @@ def trained_by_whitened_adam(given, run, part, options, steps=STEPS):
     optimizer = kfc.WhitenedAdam(given, eps=1e-6, weight_decay=0.1, rotation_period=2, **options)
     for images, labels in batches(steps):
         optimizer.zero_grad()
-        images, labels = images[where], labels[where]
-        waits = run.no_sync() if isinstance(run, DistributedDataParallel) else nullcontext()
-        with waits:
-            (weight / 2 * F.cross_entropy(run(images[::2]), labels[::2])).backward()
-        (weight / 2 * F.cross_entropy(run(images[1::2]), labels[1::2])).backward()
+        backward_in_two_passes(run, images[where], labels[where], weight)
         optimizer.step()
     with optimizer.averaged_parameters():
         averages = {f"averaged {n}": p.tolist() for n, p in optimizer.model.named_parameters()}

@@ -16,21 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kfc
 from kfc.optimizers.clipping import NormClip
-
-
-def net() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1),
-        nn.BatchNorm2d(4),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(36, 3),
-    )
-
-
-def batch(size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(size, 1, 6, 6), torch.randint(3, (size,))
+from reference import small_batch as batch
+from reference import small_net as net
 
 
 def train(model, optimizer, steps: int = 3, data=None):

@@ -9,7 +9,7 @@ from torch import nn
 
 import kfc
 from kfc.curvature.whitening import inverse_root
-from reference import receptive_rows
+from reference import Affine, receptive_rows
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -285,18 +285,6 @@ def test_the_root_of_zero_is_the_identity(damping):
 
 
 # Invariance (section 4 of the paper)
-
-
-class Affine(nn.Module):
-    """An invertible affine map of the channels at every location."""
-
-    def __init__(self, matrix, offset):
-        super().__init__()
-        self.matrix, self.offset = matrix, offset
-
-    def forward(self, maps):
-        offset = self.offset.reshape(-1, *[1] * (maps.dim() - 2))
-        return torch.einsum("ij,nj...->ni...", self.matrix, maps) + offset
 
 
 def transformed(layer, matrix, offset):

@@ -14,21 +14,8 @@ from torch.optim import lr_scheduler
 import kfc
 from kfc.fisher.likelihoods import Likelihood
 from kfc.statistics.backward import RecordedPass
-
-
-def net() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1),
-        nn.BatchNorm2d(4),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(36, 3),
-    )
-
-
-def batch(size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(size, 1, 6, 6), torch.randint(3, (size,))
+from reference import small_batch as batch
+from reference import small_net as net
 
 
 def train(model, optimizer, data):

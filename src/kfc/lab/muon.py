@@ -17,8 +17,8 @@ class Muon:
     """torch's Muon for the hidden weights and AdamW for all other parameters.
 
     Muon takes matrices; a convolution's weight becomes one with a row for each output map. AdamW
-    trains the last layer, the biases and the scales, as Muon's author recommends, and parameters
-    that are not the weight of a layer, such as position embeddings.
+    trains the last layer, the biases and the scales, as Muon's author advises, and parameters that
+    are not the weight of a layer, such as position embeddings.
 
     Args:
         muon: makes the optimizer of the hidden weights from their names and matrices.

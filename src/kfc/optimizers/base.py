@@ -2,7 +2,7 @@
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -81,6 +81,24 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         """Numbers about the last step, cheap enough to read in every step."""
 
     # Parameters and gradients
+
+    def _loss_of(self, closure: Callable[[], Any] | None) -> Any:
+        """Return what the closure of a step returns; ``None`` without one."""
+        self._refuse_averaged()
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def _scale_(self, update: Mapping[str, Tensor], factor: float | Tensor) -> None:
+        """Multiply the update by a number or by a scalar on the device, in place."""
+        if not isinstance(factor, Tensor) and factor == 1:
+            return
+        for _, _, names in self._by_group(update):
+            values = [update[name] for name in names]
+            if isinstance(factor, Tensor):
+                factor = moved(factor, values[0].device)
+            torch._foreach_mul_(values, factor)
 
     def _averaged(self) -> list[nn.Parameter]:
         """Return the parameters that have an average or will have one, also if now frozen."""

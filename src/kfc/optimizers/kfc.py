@@ -110,11 +110,7 @@ class KFC(CurvatureOptimizer):
             closure: clears the gradients, computes the loss, calls ``backward()`` and returns the
                 loss, as for ``torch.optim.SGD``.
         """
-        self._refuse_averaged()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._loss_of(closure)
         loss_scale, overflow = self._unscale()
         gradients = self.engine.gradients()
         self._require_batch()
@@ -212,16 +208,6 @@ class KFC(CurvatureOptimizer):
                 squares = [update[name].square().sum() for name in names]
                 norm = norm + float(group["weight_decay"]) * torch.stack(squares).sum().to(norm)
         return norm
-
-    def _scale_(self, update: Vector, factor: float | Tensor) -> None:
-        """Multiply the update by a number or by a scalar on the device, in place."""
-        if not isinstance(factor, Tensor) and factor == 1:
-            return
-        for _, _, names in self._by_group(update):
-            values = [update[name] for name in names]
-            if isinstance(factor, Tensor):
-                factor = moved(factor, values[0].device)
-            torch._foreach_mul_(values, factor)
 
     # Momentum and parameters
 

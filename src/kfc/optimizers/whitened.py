@@ -130,11 +130,7 @@ class WhitenedAdam(CurvatureOptimizer):
             closure: clears the gradients, computes the loss, calls ``backward()`` and returns the
                 loss, as for ``torch.optim.SGD``.
         """
-        self._refuse_averaged()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._loss_of(closure)
         loss_scale, overflow = self._unscale()
         gradients = self.engine.gradients()
         batch = self.engine.begin_step(gradients, loss_scale, overflow)
@@ -226,9 +222,7 @@ class WhitenedAdam(CurvatureOptimizer):
         if excess is not None:
             found, usual = excess
             weight = torch.where(found > usual, usual / found, 1.0)
-            for _, _, names in self._by_group(copies):
-                values = [copies[name] for name in names]
-                torch._foreach_mul_(values, moved(weight, values[0].device))
+            self._scale_(copies, weight)
         return copies
 
     def _bound_loss_(
@@ -245,10 +239,8 @@ class WhitenedAdam(CurvatureOptimizer):
             values = [update[name] for name in names]
             own = inner_product([gradients[name] for name in names], values)
             slope = slope + moved(own, slope.device)
-        factor = self._bound.limit(torch.zeros_like(slope), -slope.abs(), excess[1]).step
-        for _, _, names in self._by_group(update):
-            values = [update[name] for name in names]
-            torch._foreach_mul_(values, moved(factor, values[0].device))
+        limits = self._bound.limit(torch.zeros_like(slope), -slope.abs(), excess[1])
+        self._scale_(update, limits.step)
 
     def _move_(self, update: Vector, bad: Tensor | None) -> None:
         """Decay the parameters and add the update.

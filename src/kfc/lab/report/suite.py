@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,24 +67,28 @@ def time_rows(results: Results, ruling: Ruling, *, brief: bool = False) -> list[
 
 def growth_rows(results: Results, ruling: Ruling) -> list[Row]:
     """Return the largest loss of a batch relative to the first, over seeds, for chosen runs."""
-    methods = results.settings.methods
-    rows: list[Row] = [("workload", *methods)]
-    for workload in results.workloads:
-        if chosen := ruling.chosen.get(workload.name):
-            growths = [max(r.outcome.loss_growth for r in chosen[method]) for method in methods]
-            cells = [f"{each:.2f}" if math.isfinite(each) else "diverged" for each in growths]
-            rows.append((workload.title, *cells))
-    return rows
+
+    def cell(records: Sequence[Record]) -> str:
+        growth = max(record.outcome.loss_growth for record in records)
+        return f"{growth:.2f}" if math.isfinite(growth) else "diverged"
+
+    return _chosen_rows(results, ruling, cell)
 
 
 def setting_rows(results: Results, ruling: Ruling) -> list[Row]:
     """Return the setting that each method's result comes from."""
+    return _chosen_rows(results, ruling, lambda records: str(records[0].entry.setting))
+
+
+def _chosen_rows(
+    results: Results, ruling: Ruling, cell: Callable[[Sequence[Record]], str]
+) -> list[Row]:
+    """Return a row per workload with a cell for the chosen runs of each method."""
     methods = results.settings.methods
     rows: list[Row] = [("workload", *methods)]
     for workload in results.workloads:
         if chosen := ruling.chosen.get(workload.name):
-            cells = [str(chosen[method][0].entry.setting) for method in methods]
-            rows.append((workload.title, *cells))
+            rows.append((workload.title, *(cell(chosen[method]) for method in methods)))
     return rows
 
 
