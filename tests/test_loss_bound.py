@@ -225,3 +225,17 @@ def test_momentum_that_leads_uphill_is_dropped(waits):
 def test_without_bound_momentum_may_lead_uphill():
     clip = kfc.FisherClip(0.3, loss_bound=None)
     assert "momentum_restarts" not in kfc.KFC(network(), clip=clip).diagnostics
+
+
+def test_a_loss_that_fits_no_likelihood_has_no_bound_also_after_loading():
+    model, inputs = network(), torch.randn(7, 5)
+    optimizer = kfc.WhitenedAdam(model)
+    F.l1_loss(model(inputs), REAL).backward()
+    optimizer.step()
+    resumed = kfc.WhitenedAdam(model)
+    resumed.load_state_dict(optimizer.state_dict())
+    for each in (optimizer, resumed):
+        each.zero_grad()
+        F.l1_loss(model(inputs), REAL).backward()
+        each.engine.begin_step(each.engine.gradients())
+        assert float(excess_loss(each.engine)) == float("inf")

@@ -72,7 +72,7 @@ class Loss:
     @property
     def tells_excess(self) -> bool:
         """Whether the excess of the loss follows from its derivative."""
-        return self.likelihood is not None and (self._fits or not self._quiet)
+        return self.likelihood is not None and self._fits
 
     # Examination
 
@@ -225,6 +225,7 @@ class Loss:
             "axis": likelihood.axis if isinstance(likelihood, Categorical) else 1,
             "reason": self.reason,
             "mode": self.mode,
+            "fits": self._fits,
             "examined_at": self._examined_at,
             "typical": float(self._typical),
         }
@@ -250,7 +251,7 @@ class Loss:
                 "Gaussian": Gaussian(),
             }
             self.likelihood = chosen.get(state["likelihood"] or "")
-        self.reason, self.mode = state["reason"], state["mode"]
+        self.reason, self.mode, self._fits = state["reason"], state["mode"], state["fits"]
         self._examined_at, self._typical = state["examined_at"], state["typical"]
 
 

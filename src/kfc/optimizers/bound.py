@@ -7,6 +7,7 @@ To first order, a step m lowers the objective by -∇hᵀm. If this is more than
 multiplied by κE / (-∇hᵀm). If it is negative, momentum leads uphill and is dropped.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ class LossBound:
                 be good.
         """
         mean = excess if self._mean is None else torch.as_tensor(self._mean).to(excess)
+        mean = torch.where(torch.isfinite(mean), mean, excess)
         new = MEAN_DECAY * mean + (1 - MEAN_DECAY) * torch.minimum(excess, FASTEST_RISE * mean)
         self._mean = new if bad is None else torch.where(moved(bad, mean.device), mean, new)
         return torch.minimum(excess, LARGEST_EXCESS * mean)
@@ -92,8 +94,9 @@ class LossBound:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        mean = None if self._mean is None else float(self._mean)
-        return {**self.diagnostics(), "mean_excess": mean}
+        mean = math.inf if self._mean is None else float(self._mean)
+        # An unknown excess has no mean; the next one that is known begins it.
+        return {**self.diagnostics(), "mean_excess": mean if math.isfinite(mean) else None}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
