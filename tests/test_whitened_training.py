@@ -114,9 +114,9 @@ def test_describe_and_diagnostics(capsys):
     assert "likelihood" not in text
     train(optimizer.model, optimizer, [batch()])
     diagnostics = optimizer.diagnostics
-    assert diagnostics["layers"]["0"]["damping"] == 0.1
+    assert diagnostics["layers"]["0"]["damping"] == 0.3
     assert diagnostics["layers"]["0"]["activation_trace"] > 0
-    assert diagnostics["periods"] == {"statistics": 1, "inverse": 1}
+    assert diagnostics["periods"] == {"statistics": 2, "inverse": 2}
 
 
 def test_a_budget_chooses_the_periods():
@@ -263,8 +263,9 @@ def test_thawed_parameters_are_trained():
     train(model, optimizer, data[2:])
     assert not torch.equal(model[0].bias, before)
     assert optimizer.activation_factors["0"].shape == (7, 7)
-    assert optimizer.state[model[0].bias]["step"] == 2
-    assert optimizer.state[model[0].weight]["step"] == 4
+    # The moments of a layer begin anew with its factor.
+    assert optimizer.state[model[0].weight]["step"] == 2
+    assert optimizer.state[model[2].weight]["step"] == 4
 
 
 def test_a_missing_gradient_leaves_its_parameter_alone():

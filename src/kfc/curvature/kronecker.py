@@ -292,7 +292,7 @@ def invert_shifted(factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[
     """
     damped = [add_to_diagonal(f, shift) for f, shift in zip(factors, shifts, strict=True)]
     whole = [index for index, factor in enumerate(factors) if not is_diagonal(factor)]
-    roots = {index: _cholesky(damped[index]) for index in whole}
+    roots = {index: cholesky(damped[index]) for index in whole}
     flags = [trusted for _, trusted in roots.values()]
     trusted = dict(zip(whole, torch.stack(flags).tolist() if flags else [], strict=True))
     result = []
@@ -306,7 +306,7 @@ def invert_shifted(factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[
     return result
 
 
-def _cholesky(damped: Tensor) -> tuple[Tensor, Tensor]:
+def cholesky(damped: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lower Cholesky factor, and whether it is accurate."""
     lower, info = torch.linalg.cholesky_ex(damped)
     # The square of this ratio bounds the reciprocal condition number from above.
@@ -319,7 +319,7 @@ def _invert_carefully(factor: Tensor, shift: Tensor) -> Tensor:
     """Return the explicit inverse, which survives rounding better than a Cholesky factor."""
     # On the CPU: this case is rare, and not every device has float64.
     wide, wide_shift = (part.to("cpu", torch.float64) for part in (factor, shift))
-    lower, trusted = _cholesky(add_to_diagonal(wide, wide_shift))
+    lower, trusted = cholesky(add_to_diagonal(wide, wide_shift))
     if trusted:
         return torch.cholesky_inverse(lower).to(factor)
     # Eigenvalues that are rounding errors in the factor's own precision become zero, so that

@@ -1,7 +1,7 @@
 """The approximate Fisher matrix of a model: one block per layer."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from kfc.curvature.kronecker import INVERSES, Inverse, trace
 from kfc.curvature.layer import Block, LayerCurvature, LayerState
 from kfc.curvature.options import Approximation
 from kfc.curvature.statistics import BatchStatistics
+from kfc.curvature.whitening import WhiteningCurvature, WhiteningRoot
 from kfc.distributed.reducer import Reducer
 from kfc.layers import Plan
 
@@ -188,10 +189,26 @@ class ModelCurvature:
         plain = {name: vector for name, vector in vectors.items() if name not in products}
         return products | inner_products(plain, plain)
 
-    def precondition_(self, vectors: Mapping[str, Tensor]) -> None:
-        """Do what ``solve_()`` does, without its inner products."""
-        for natural in self._solutions(vectors):
-            _replace_(vectors, natural)
+    def whiten(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return V Rᵀ for matrices V (groups, I, n), by layer name; see ``WhiteningRoot``."""
+        found = ((layer, self._root(layer).whiten(v)) for layer, v in matrices.items())
+        return self._completed(found)
+
+    def unwhiten(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return V R for matrices V (groups, I, n), by layer name; see ``WhiteningRoot``."""
+        found = ((layer, self._root(layer).unwhiten(v)) for layer, v in matrices.items())
+        return self._completed(found)
+
+    def _completed(self, matrices: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        result: dict[str, Tensor] = {}
+        for found in self._reducer.completed((layer, {layer: v}) for layer, v in matrices):
+            result |= found
+        return result
+
+    def _root(self, layer: str) -> WhiteningRoot:
+        curvature = self._inverted(layer)
+        assert isinstance(curvature, WhiteningCurvature)
+        return curvature.root()
 
     def _solutions(self, vectors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Yield F̂_damped⁻¹ v by parameter name, one layer at a time."""
@@ -206,6 +223,13 @@ class ModelCurvature:
     def _solve_layer(
         self, layer: str, names: Mapping[str, str], vectors: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
+        natural = self._inverted(layer).solve({role: vectors[n] for role, n in names.items()})
+        return {
+            name: natural[role].to(vectors[name].dtype).contiguous() for role, name in names.items()
+        }
+
+    def _inverted(self, layer: str) -> LayerCurvature:
+        """Return the curvature of a layer, which must have an inverse that can be used now."""
         curvature = self.layers[layer]
         if curvature.state.inverse is None or not curvature.is_current():
             raise RuntimeError(
@@ -214,10 +238,7 @@ class ModelCurvature:
                 "model rather than its parts, have output= return every tensor that the loss is "
                 "computed from, or freeze the layer"
             )
-        natural = curvature.solve({role: vectors[name] for role, name in names.items()})
-        return {
-            name: natural[role].to(vectors[name].dtype).contiguous() for role, name in names.items()
-        }
+        return curvature
 
     # Checkpoints
 

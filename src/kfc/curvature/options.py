@@ -178,7 +178,7 @@ class Diagonal(Approximation):
 
 @dataclass(frozen=True, kw_only=True)
 class Whitening(Approximation):
-    """Ω alone, from forward passes; for ``kfc.WhitenedAdam``, which applies (Ω + δ I)^(-1/2).
+    """Ω alone, from forward passes; for ``kfc.WhitenedAdam``.
 
     Args:
         factor_decay: see ``Kronecker``.

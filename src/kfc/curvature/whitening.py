@@ -1,8 +1,12 @@
-"""Input whitening: the activation factor alone, and its inverse square root.
+"""Input whitening: the activation factor alone, and a root of its inverse.
 
-The matrix W (I x n) of a layer acts on rows a with second moments Ω. In the coordinates
-W' = W (Ω + δ I)^(1/2), the layer acts on whitened rows (Ω + δ I)^(-1/2) a, and the gradient is
-G' = G (Ω + δ I)^(-1/2). This needs forward passes only: neither derivatives nor targets.
+The matrix W (I x n) of a layer acts on rows a with second moments Ω. Let R be a root of the damped
+inverse, (Ω + δ I)⁻¹ = Rᵀ R. In the coordinates W' = W R⁻¹, the layer acts on whitened rows R a, and
+the gradient is G' = G Rᵀ. A step Δ' there is the step Δ' R of W. This needs forward passes only:
+neither derivatives nor targets.
+
+R = L⁻¹, with the Cholesky decomposition Ω + δ I = L Lᵀ. The bias comes first, so that the other
+coordinates of R a are those of centred rows, each without what the ones before it explain.
 """
 
 from typing import Any
@@ -12,25 +16,41 @@ from torch import Tensor
 
 from kfc.curvature.damping import Damping
 from kfc.curvature.kfc import activation_sum
-from kfc.curvature.kronecker import Inverse, Shape, eigendecompose, mean_eigenvalue, trace
+from kfc.curvature.kronecker import (
+    Inverse,
+    Shape,
+    add_to_diagonal,
+    cholesky,
+    eigendecompose,
+    is_diagonal,
+    mean_eigenvalue,
+    trace,
+)
 from kfc.curvature.layer import LayerCurvature
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.layers import MatrixLayer
 
 
 class WhiteningRoot(Inverse):
-    """(Ω + δ I)^(-1/2), symmetric, (groups, n, n), or its diagonal, (groups, n)."""
+    """R with (Ω + δ I)⁻¹ = Rᵀ R, (groups, n, n), or its diagonal, (groups, n)."""
 
-    triangles = ("root",)
+    def whiten(self, matrix: Tensor) -> Tensor:
+        """Return V Rᵀ of V (groups, I, n)."""
+        root = self.tensors["root"]
+        return matrix * root.unsqueeze(1) if root.dim() == 2 else matrix @ root.mT
+
+    def unwhiten(self, matrix: Tensor) -> Tensor:
+        """Return V R of V (groups, I, n)."""
+        root = self.tensors["root"]
+        return matrix * root.unsqueeze(1) if root.dim() == 2 else matrix @ root
 
     def apply(self, gradient: Tensor) -> Tensor:
-        """Return V (Ω + δ I)^(-1/2) of V (groups, I, n)."""
-        root = self.tensors["root"]
-        return gradient * root.unsqueeze(1) if root.dim() == 2 else gradient @ root
+        """Return V (Ω + δ I)⁻¹ of V (groups, I, n)."""
+        return self.unwhiten(self.whiten(gradient))
 
 
 class WhiteningCurvature(LayerCurvature):
-    """Ω as a running average, and (Ω + δ I)^(-1/2) in place of an inverse.
+    """Ω as a running average, and a root of (Ω + δ I)⁻¹.
 
     δ is the damping times Ω's mean eigenvalue, for each group. If Ω is wider than
     ``max_factor_size``, only its diagonal is kept.
@@ -62,8 +82,14 @@ class WhiteningCurvature(LayerCurvature):
         return {"root": self.running_shapes()[0]}
 
     def apply_inverse(self, inverse: Inverse, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return V (Ω + δ I)^(-1/2) with V = (bias, weight)."""
+        """Return V (Ω + δ I)⁻¹ with V = (bias, weight)."""
         return self.layer.from_matrix(inverse.apply(self.layer.to_matrix(gradients)))
+
+    def root(self) -> WhiteningRoot:
+        """Return R."""
+        root = self._inverse_in_dtype()
+        assert isinstance(root, WhiteningRoot)
+        return root
 
     def activation_factor(self) -> Tensor | None:
         return None if self.state.running is None else self.state.running[0]
@@ -99,17 +125,25 @@ class _ActivationStatistics(LayerStatistics):
 
 
 def inverse_root(factor: Tensor, damping: float) -> Tensor:
-    """Return (Ω + δ I)^(-1/2) for each group, with δ = damping times Ω's mean eigenvalue.
+    """Return R with (Ω + δ I)⁻¹ = Rᵀ R for each group, with δ = damping times Ω's mean eigenvalue.
 
     Args:
         factor: Ω, (groups, n, n), or its diagonal, (groups, n).
 
     Returns:
-        A tensor of the same shape. Directions in which Ω + δ I is zero are left out, as in a
-        pseudo-inverse; if all of Ω is zero, the root is the identity.
+        A tensor of the same shape. It is lower triangular, unless Ω + δ I is nearly singular. Then
+        it is the symmetric root, without the directions in which Ω + δ I is zero, as in a
+        pseudo-inverse. If all of Ω is zero, R is the identity.
     """
+    mean = mean_eigenvalue(factor)
+    shift = torch.where(mean > 0, damping * mean, 1)
+    if not is_diagonal(factor):
+        lower, is_accurate = cholesky(add_to_diagonal(factor, shift))
+        if is_accurate:
+            one = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+            root: Tensor = torch.linalg.solve_triangular(lower, one.expand_as(lower), upper=False)
+            return root
     values, basis = eigendecompose(factor)
-    mean = mean_eigenvalue(factor).unsqueeze(-1)
-    values = torch.where(mean > 0, values + damping * mean, 1)
+    values = values + shift.unsqueeze(-1)
     roots = torch.where(values > 0, values, 1).rsqrt() * (values > 0)
     return roots if basis is None else (basis * roots.unsqueeze(-2)) @ basis.mT

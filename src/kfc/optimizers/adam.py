@@ -25,7 +25,8 @@ def update_means_(
 ) -> list[Tensor]:
     """Count an update, update m, and return m̂ in new tensors; bad gradients become zero."""
     for gradient, state in zip(gradients, states, strict=True):
-        if STEP not in state:
+        # A layer has a matrix of another shape if other parameters are trained than before.
+        if STEP not in state or state[MEAN].shape != gradient.shape:
             state[STEP] = gradient.new_zeros(())
             state[MEAN], state[SQUARE] = torch.zeros_like(gradient), torch.zeros_like(gradient)
         if bad is not None:

@@ -232,13 +232,6 @@ class Engine:
         with self.schedule.timed("natural gradient"), self.full_precision():
             return self.curvature.solve_(vectors)
 
-    def precondition_(self, vectors: Mapping[str, Tensor]) -> None:
-        """Do what ``solve_()`` does, without its inner products.
-
-        The caller measures the time and turns autocast off.
-        """
-        self.curvature.precondition_(vectors)
-
     def doubt(self, bad: Tensor, quietly: Tensor | None = None) -> None:
         """Mark the step in progress as bad if a boolean scalar on the device is true."""
         before = self.in_doubt

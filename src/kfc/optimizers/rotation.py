@@ -6,8 +6,8 @@ the second moments of single entries describe it better. This is what SOAP (Vyas
 on the side of the outputs.
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,22 +22,15 @@ GRAM, BASIS = "gram", "basis"
 # The weight of the old value in the moving average.
 GRAM_DECAY = 0.95
 
-States = MutableMapping[Tensor, dict[str, Any]]
-
-
-class _Part(NamedTuple):
-    """A parameter of a layer that is rotated."""
-
-    layer: MatrixLayer
-    role: str
-    name: str
+Vector = dict[str, Tensor]
+States = Mapping[str, dict[str, Any]]
 
 
 class OutputRotation:
-    """Rotates vectors, by parameter name, to the bases of their layers' outputs.
+    """Rotates matrices (groups, I, n), by the name of a layer's weight, to bases of the outputs.
 
-    Bases belong to the layers whose weight is trained and has at most ``max_size`` rows (in each
-    group). They are kept in the state of the weight.
+    Bases belong to layers with at most ``max_size`` rows (in each group). They are kept in the
+    state of the weight. Other vectors stay as they are.
 
     Args:
         period: the number of steps between refreshes of the bases.
@@ -46,28 +39,22 @@ class OutputRotation:
     def __init__(self, plan: Plan, period: int, max_size: int) -> None:
         self._period = period
         self._max_size = max_size
-        self._parts_by_name: dict[str, _Part] = {}
-        for name, (owner, role) in plan.layer_of.items():
-            layer = plan.layers[owner]
-            if isinstance(layer, MatrixLayer) and layer.factor_sizes()[1] <= max_size:
-                self._parts_by_name[name] = _Part(layer, role, name)
+        layers = {n: plan.layers[layer] for n, (layer, r) in plan.layer_of.items() if r == "weight"}
+        self._names = {
+            name
+            for name, layer in layers.items()
+            if isinstance(layer, MatrixLayer) and layer.factor_sizes()[1] <= max_size
+        }
 
-    def update_(
-        self, gradients: Mapping[str, Tensor], states: States, step: int, bad: Tensor | None
-    ) -> None:
+    def update_(self, gradients: Vector, states: States, step: int, bad: Tensor | None) -> None:
         """Average in whitened gradients, and refresh the bases if this is due at the step.
 
         Args:
             bad: a boolean scalar; if true, nothing changes; the gradients are then zero.
         """
-        products: dict[MatrixLayer, Tensor] = {}
-        for part in self._parts(gradients):
-            matrix = part.layer.to_matrix({part.role: gradients[part.name]})
+        for name in self._names & gradients.keys():
+            matrix, state = gradients[name], states[name]
             product = matrix @ matrix.mT
-            before = products.get(part.layer)
-            products[part.layer] = product if before is None else before + product
-        for layer, product in products.items():
-            state = states[layer.weight]
             here = None if bad is None else moved(bad, product.device)
             gram = state.get(GRAM, torch.zeros_like(product)).to(product)
             gram = gram * kept_share(GRAM_DECAY, [gram], here) + (1 - GRAM_DECAY) * product
@@ -77,15 +64,18 @@ class OutputRotation:
             elif step % self._period == 0:
                 state[BASIS] = _refreshed(state[BASIS].to(gram), gram, here)
 
-    def apply_(self, vectors: Mapping[str, Tensor], states: States) -> None:
-        """Replace vectors V by Uᵀ V, in place."""
-        for part in self._parts(vectors):
-            self._multiply_(part, vectors[part.name], states[part.layer.weight][BASIS].mT)
+    def rotated(self, vectors: Vector, states: States) -> Vector:
+        """Return Uᵀ V for vectors V."""
+        return self._times(vectors, {n: states[n][BASIS].mT for n in self._names & vectors.keys()})
 
-    def undo_(self, vectors: Mapping[str, Tensor], states: States) -> None:
-        """Replace vectors V by U V, in place."""
-        for part in self._parts(vectors):
-            self._multiply_(part, vectors[part.name], states[part.layer.weight][BASIS])
+    def rotated_back(self, vectors: Vector, states: States) -> Vector:
+        """Return U V for vectors V."""
+        return self._times(vectors, {n: states[n][BASIS] for n in self._names & vectors.keys()})
+
+    @staticmethod
+    def _times(vectors: Vector, bases: Vector) -> Vector:
+        products = {name: basis.to(vectors[name]) @ vectors[name] for name, basis in bases.items()}
+        return {**vectors, **products}
 
     def describe(self) -> str:
         """Return a sentence about what is rotated."""
@@ -93,28 +83,6 @@ class OutputRotation:
             "second moments of whitened gradients: in the eigenbasis of the layer's outputs, "
             f"refreshed every {self._period} steps, for layers with at most {self._max_size}"
         )
-
-    @staticmethod
-    def state_shape(plan: Plan, name: str) -> list[int]:
-        """Return the shape of the basis of a weight, given its parameter's name."""
-        layer = plan.layers[plan.layer_of[name][0]]
-        assert isinstance(layer, MatrixLayer)
-        rows = layer.factor_sizes()[1]
-        return [layer.groups, rows, rows]
-
-    def _parts(self, vectors: Mapping[str, Tensor]) -> Iterator[_Part]:
-        """Yield the parameters that are rotated, of those given."""
-        for name in vectors:
-            part = self._parts_by_name.get(name)
-            if part is not None and part.layer.weight.requires_grad:
-                yield part
-
-    @staticmethod
-    def _multiply_(part: _Part, vector: Tensor, left: Tensor) -> None:
-        matrix = left.to(vector) @ part.layer.to_matrix({part.role: vector})
-        is_weight = part.role == "weight"
-        rotated = part.layer.weight_from_matrix(matrix) if is_weight else matrix
-        vector.copy_(rotated.reshape(vector.shape))
 
 
 def _eigenvectors(gram: Tensor) -> Tensor:

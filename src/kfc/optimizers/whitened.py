@@ -11,7 +11,8 @@ from kfc.curvature.damping import Damping
 from kfc.curvature.options import Decay, Whitening
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
-from kfc.optimizers.adam import STEP, kept_share, normalise_, update_means_
+from kfc.layers import MatrixLayer
+from kfc.optimizers.adam import MEAN, SQUARE, STEP, kept_share, normalise_, update_means_
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.bound import LossBound, excess_loss, inner_product
 from kfc.optimizers.engine import Engine, check_version
@@ -22,17 +23,17 @@ from kfc.schedule import Budget, Periods, Stretch
 Vector = dict[str, Tensor]
 
 # Ω changes slowly: longer periods than those of Algorithm 1 lose nothing.
-PERIODS = Periods(Stretch(50, pace=3, doubling=True), Stretch(50, pace=3, doubling=True))
+PERIODS = Periods(Stretch(50, pace=1, doubling=True), Stretch(50, pace=1, doubling=True))
 
 
 class WhitenedAdam(CurvatureOptimizer):
     """Adam in input-whitened coordinates, as a drop-in optimizer.
 
-    The gradient G of a linear or convolutional layer is multiplied by (Ω + δ I)^(-1/2), where Ω is
-    the second moment of the layer's inputs (of its patches, with a 1 for the bias). Adam makes a
-    step from the result, with second moments in the eigenbasis of the layer's outputs. The step is
-    multiplied by (Ω + δ I)^(-1/2) again and scaled to the norm that it had before. Ω comes from
-    forward passes alone. All other parameters are updated by Adam.
+    The gradient G of a linear or convolutional layer is multiplied by L⁻ᵀ, where L Lᵀ = Ω + δ I is
+    the Cholesky decomposition of the damped second moment of the layer's inputs (of its patches,
+    with a 1 for the bias). Adam makes a step from the result, with second moments in the eigenbasis
+    of the layer's outputs. The step is multiplied by L⁻¹ and scaled to the norm that it had before.
+    Ω comes from forward passes alone. All other parameters are updated by Adam.
 
     >>> optimizer = kfc.WhitenedAdam(model)
     >>> for images, labels in loader:
@@ -67,8 +68,7 @@ class WhitenedAdam(CurvatureOptimizer):
         factor_decay: ξ, the weight of the old value in the moving average of Ω, at each update of
             the statistics; ``"averaging"``: exp(-1/τ).
         max_factor_size: layers with a wider Ω keep only its diagonal, and layers with more outputs
-            are not rotated. The root takes an eigendecomposition, about 20 times the time of KFC's
-            Cholesky decomposition.
+            are not rotated.
         schedule: when Ω and its root are refreshed: ``kfc.Periods`` or ``kfc.Budget``.
         parallel: how ranks divide the work, and asynchronous roots: ``kfc.Parallel``.
     """
@@ -76,12 +76,12 @@ class WhitenedAdam(CurvatureOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float = 0.01,
+        lr: float = 0.02,
         *,
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        damping: float = 0.1,
+        damping: float = 0.3,
         averaging_timescale: float | None = None,
         groups: Sequence[Mapping[str, Any]] | None = None,
         likelihood: LikelihoodChoice = "auto",
@@ -89,7 +89,7 @@ class WhitenedAdam(CurvatureOptimizer):
         loss_bound: float | None = 0.1,
         rotation_period: int | None = 10,
         factor_decay: Decay = 0.8,
-        max_factor_size: int = 4096,
+        max_factor_size: int = 8192,
         schedule: Periods | Budget = PERIODS,
         parallel: Parallel | None = None,
     ) -> None:
@@ -117,6 +117,7 @@ class WhitenedAdam(CurvatureOptimizer):
             averaging_timescale=averaging_timescale,
         )
         super().__init__(engine, defaults, groups, averaging_timescale)
+        self._parameters = {name: parameter for parameter, name in self._names.items()}
         self._bound = None if loss_bound is None else LossBound(loss_bound)
         self._rotation = None
         if rotation_period is not None:
@@ -138,13 +139,12 @@ class WhitenedAdam(CurvatureOptimizer):
             return loss
 
         self.engine.update_(batch)  # T_s: moving average of Ω
-        self.engine.refresh_inverses(self._layer_damping)  # T_f: (Ω + δ I)^(-1/2)
+        self.engine.refresh_inverses(self._layer_damping)  # T_f: L⁻¹ of Ω + δ I = L Lᵀ
         with self.engine.schedule.timed("natural gradient"), self.engine.full_precision():
             excess = self._excess(loss)  # E of the loss, and ω = min(1, 2Ē/E)
-            white = self._weighted(gradients, excess)  # ω G
-            self.engine.precondition_(white)  # G' = G (Ω + δ I)^(-1/2)
-            update = self._adam_steps(white)  # Δ' = m̂ / (√v̂ + ε), with the moments of G'
-            self._map_back_(update)  # Δ = Δ' (Ω + δ I)^(-1/2), scaled to the norm of Δ'
+            white = self._weighted(self._whitened(gradients), excess)  # G' = ω G L⁻ᵀ
+            steps = self._adam_steps(white)  # Δ' = m̂ / (√v̂ + ε), with the moments of G'
+            update = self._mapped_back(steps, gradients)  # Δ = Δ' L⁻¹, norm of Δ'
             self._times_learning_rate_(update)  # v = -lr Δ
             self._bound_loss_(update, gradients, excess)  # |∇ᵀv| ≤ κ min(E, 2Ē)
         with self.engine.schedule.timed("update"):
@@ -160,11 +160,45 @@ class WhitenedAdam(CurvatureOptimizer):
         group = next(g for g in self.param_groups if any(p is weight for p in g["params"]))
         return Damping.uniform(float(group["damping"]))
 
+    def _whitened(self, gradients: Vector) -> Vector:
+        """Return the whitened gradients of layers, and copies of the gradients of the others.
+
+        The matrix (groups, I, n) of a layer has the name of its weight, or of its bias if only that
+        is trained. A trained parameter without a gradient counts as one with a gradient of zero.
+        """
+        by_layer: dict[str, dict[str, Tensor]] = {}
+        result: Vector = {}
+        for name, gradient in gradients.items():
+            layer, role = self.engine.plan.layer_of.get(name, (None, ""))
+            if layer is None:
+                result[name] = _copied(gradient)
+            else:
+                by_layer.setdefault(layer, {})[role] = gradient
+        matrices: Vector = {}
+        for layer, parts in by_layer.items():
+            geometry = self._geometry(layer)
+            for role, parameter in geometry.trained().items():
+                part = parts.get(role)
+                parts[role] = torch.zeros_like(parameter) if part is None else part
+            matrices[layer] = geometry.to_matrix(parts).to(geometry.dtype)
+        white = self.engine.curvature.whiten(matrices)
+        return result | {self._key(layer): matrix for layer, matrix in white.items()}
+
+    def _geometry(self, layer: str) -> MatrixLayer:
+        geometry = self.engine.plan.layers[layer]
+        assert isinstance(geometry, MatrixLayer)
+        return geometry
+
+    def _key(self, layer: str) -> str:
+        """Return the name of the parameter whose state has the moments of a layer."""
+        *_, parameter = self._geometry(layer).trained().values()
+        return self._names[parameter]
+
     def _adam_steps(self, gradients: Vector) -> Vector:
         """Return Adam's steps Δ' from whitened gradients G', and update the moments.
 
-        The first moments are those of G', and the second moments those of the rotated Uᵀ G', which
-        takes the place of G'. Both remain as they are when the coordinates change.
+        The first moments are those of G', and the second moments those of the rotated Uᵀ G'. Both
+        remain as they are when the coordinates change.
         """
         steps: Vector = {}
         for group, names, states, bad in self._states_by_group(gradients):
@@ -172,16 +206,15 @@ class WhitenedAdam(CurvatureOptimizer):
             means = update_means_(values, states, group["betas"][0], bad)
             steps.update(zip(names, means, strict=True))
         rotation, engine = self._rotation, self.engine
+        states_by_name = {name: self.state[self._parameters[name]] for name in gradients}
         if rotation is not None:
-            rotation.update_(gradients, self.state, engine.steps + 1, engine.in_doubt)
-            rotation.apply_(gradients, self.state)
-            rotation.apply_(steps, self.state)
+            rotation.update_(gradients, states_by_name, engine.steps + 1, engine.in_doubt)
+            gradients = rotation.rotated(gradients, states_by_name)
+            steps = rotation.rotated(steps, states_by_name)
         for group, names, states, bad in self._states_by_group(gradients):
             means, values = ([vectors[name] for name in names] for vectors in (steps, gradients))
             normalise_(means, values, states, group["betas"][1], float(group["eps"]), bad)
-        if rotation is not None:
-            rotation.undo_(steps, self.state)
-        return steps
+        return steps if rotation is None else rotation.rotated_back(steps, states_by_name)
 
     def _states_by_group(
         self, vectors: Vector
@@ -192,18 +225,25 @@ class WhitenedAdam(CurvatureOptimizer):
             here = None if bad is None else moved(bad, parameters[0].device)
             yield group, names, [self.state[parameter] for parameter in parameters], here
 
-    def _map_back_(self, steps: Vector) -> None:
-        """Map steps to the coordinates of the network, in place, with the same norm per layer."""
-        by_layer: dict[str, list[Tensor]] = {}
-        for name, step in steps.items():
-            if name in self.engine.plan.layer_of:
-                by_layer.setdefault(self.engine.plan.layer_of[name][0], []).append(step)
-        norms = {layer: _norm(parts) for layer, parts in by_layer.items()}
-        self.engine.precondition_(steps)
-        for layer, parts in by_layer.items():
-            norm = _norm(parts)
-            ratio = torch.where(norm > 0, norms[layer] / norm, 1)
-            torch._foreach_mul_(parts, ratio)
+    def _mapped_back(self, steps: Vector, gradients: Vector) -> Vector:
+        """Return steps in the coordinates of the network, with the same norm for each layer.
+
+        Args:
+            gradients: by the names of the parameters that get a step.
+        """
+        layer_of = self.engine.plan.layer_of
+        result = {name: step for name, step in steps.items() if name not in layer_of}
+        white = {layer_of[name][0]: step for name, step in steps.items() if name in layer_of}
+        parts: dict[str, dict[str, Tensor]] = {}
+        for layer, matrix in self.engine.curvature.unwhiten(white).items():
+            before, norm = (torch.linalg.vector_norm(each) for each in (white[layer], matrix))
+            matrix.mul_(torch.where(norm > 0, before / norm, 1))
+            parts[layer] = self._geometry(layer).from_matrix(matrix)
+        for name in gradients:
+            if name in layer_of:
+                layer, role = layer_of[name]
+                result[name] = parts[layer][role]
+        return result
 
     def _excess(self, loss: Any) -> tuple[Tensor, Tensor] | None:
         """Return the excess E of the loss, and at most twice its running mean Ē.
@@ -217,13 +257,11 @@ class WhitenedAdam(CurvatureOptimizer):
         return excess, self._bound.without_outliers(excess, self.engine.in_doubt)
 
     def _weighted(self, gradients: Vector, excess: tuple[Tensor, Tensor] | None) -> Vector:
-        """Return copies of the gradients, those of an outlier multiplied by 2Ē/E."""
-        copies = {name: _copied(gradient) for name, gradient in gradients.items()}
+        """Return whitened gradients, those of an outlier multiplied by 2Ē/E in place."""
         if excess is not None:
             found, usual = excess
-            weight = torch.where(found > usual, usual / found, 1.0)
-            self._scale_(copies, weight)
-        return copies
+            self._scale_(gradients, torch.where(found > usual, usual / found, 1.0))
+        return gradients
 
     def _bound_loss_(
         self, update: Vector, gradients: Vector, excess: tuple[Tensor, Tensor] | None
@@ -270,8 +308,11 @@ class WhitenedAdam(CurvatureOptimizer):
     def _state_shape(self, name: str, part: str, shape: list[int]) -> list[int]:
         if part == STEP:
             return []
-        rotated = part in (GRAM, BASIS) and name in self.engine.plan.layer_of
-        return OutputRotation.state_shape(self.engine.plan, name) if rotated else shape
+        if name not in self.engine.plan.layer_of or part not in (MEAN, SQUARE, GRAM, BASIS):
+            return shape
+        geometry = self._geometry(self.engine.plan.layer_of[name][0])
+        columns, rows = geometry.factor_sizes()
+        return [geometry.groups, rows, columns if part in (MEAN, SQUARE) else rows]
 
     @property
     def step_diagnostics(self) -> dict[str, Any]:
@@ -303,9 +344,3 @@ def _copied(gradient: Tensor) -> Tensor:
     """Return a copy in float32 at least, for products and moments."""
     wide = at_least_float32(gradient)
     return wide.clone() if wide is gradient else wide
-
-
-def _norm(tensors: list[Tensor]) -> Tensor:
-    """Return the norm of all entries of tensors on one device."""
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
-    return norm
