@@ -296,7 +296,8 @@ def test_a_bad_batch_changes_nothing(bad, period):
     models, optimizers = [net()], []
     models.append(copy.deepcopy(models[0]))
     for model in models:
-        options = {"averaging_timescale": 3, "weight_decay": 0.1}
+        # A bad step that only the device knows of counts for periods other than 1.
+        options = {"averaging_timescale": 3, "weight_decay": 0.1, "rotation_period": 1}
         schedule = kfc.Periods(period, period)
         optimizers.append(kfc.WhitenedAdam(model, schedule=schedule, **options))
     (one, other), (mine, theirs) = models, optimizers

@@ -1,8 +1,7 @@
 """Adam's moments and steps (Kingma & Ba 2015), in whatever coordinates the gradients have.
 
 m ← β₁ m + (1 - β₁) g and v ← β₂ v + (1 - β₂) g² begin at zero. After t updates,
-m̂ = m / (1 - β₁ᵗ), v̂ = v / (1 - β₂ᵗ), and the step is m̂ / (√v̂ + ε). The two moments are functions
-of their own, because they may have different coordinates.
+m̂ = m / (1 - β₁ᵗ), v̂ = v / (1 - β₂ᵗ), and the step is m̂ / (√v̂ + ε).
 
 In all functions, gradients have any shapes, float32 at least, and are on one device. ``states``
 holds the state of each parameter. ``bad`` is a boolean scalar; if true, moments stay as they were

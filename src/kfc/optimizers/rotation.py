@@ -15,11 +15,11 @@ from torch import Tensor
 from kfc._helpers import moved
 from kfc.curvature.kronecker import eigendecompose
 from kfc.layers import MatrixLayer, Plan
-from kfc.optimizers.adam import kept_share
+from kfc.optimizers.adam import MEAN
 
 # The parts of a weight's state: the moving average of G' G'ᵀ, and U.
 GRAM, BASIS = "gram", "basis"
-# The weight of the old value in the moving average.
+# The weight of the old value in the moving average, to the power of the steps since then.
 GRAM_DECAY = 0.95
 
 Vector = dict[str, Tensor]
@@ -46,23 +46,32 @@ class OutputRotation:
             if isinstance(layer, MatrixLayer) and layer.factor_sizes()[1] <= max_size
         }
 
+    @property
+    def _interval(self) -> int:
+        """The number of steps between updates of the moving average, one or two per refresh."""
+        return self._period if self._period % 2 else self._period // 2
+
     def update_(self, gradients: Vector, states: States, step: int, bad: Tensor | None) -> None:
-        """Average in whitened gradients, and refresh the bases if this is due at the step.
+        """Average in whitened gradients and refresh the bases, if this is due at the step.
+
+        The first moments are rotated to the new bases.
 
         Args:
-            bad: a boolean scalar; if true, nothing changes; the gradients are then zero.
+            bad: a boolean scalar; if true, nothing changes. ``None``: the step is known to be good.
         """
         for name in self._names & gradients.keys():
-            matrix, state = gradients[name], states[name]
-            product = matrix @ matrix.mT
+            state, matrix = states[name], gradients[name]
+            if BASIS in state and step % self._interval:
+                continue
+            product, decay = matrix @ matrix.mT, GRAM_DECAY**self._interval
             here = None if bad is None else moved(bad, product.device)
-            gram = state.get(GRAM, torch.zeros_like(product)).to(product)
-            gram = gram * kept_share(GRAM_DECAY, [gram], here) + (1 - GRAM_DECAY) * product
-            state[GRAM] = gram
+            old = state.get(GRAM, torch.zeros_like(product)).to(product)
+            new = decay * old + (1 - decay) * product
+            state[GRAM] = gram = new if here is None else torch.where(here, old, new)
             if BASIS not in state:
                 state[BASIS] = _eigenvectors(gram)
             elif step % self._period == 0:
-                state[BASIS] = _refreshed(state[BASIS].to(gram), gram, here)
+                _refresh_(state, here)
 
     def rotated(self, vectors: Vector, states: States) -> Vector:
         """Return Uᵀ V for vectors V."""
@@ -96,7 +105,11 @@ def _eigenvectors(gram: Tensor) -> Tensor:
     return basis.flip(-1)
 
 
-def _refreshed(basis: Tensor, gram: Tensor, bad: Tensor | None) -> Tensor:
-    """Return the basis after one step of orthogonal iteration towards the eigenvectors."""
-    new: Tensor = torch.linalg.qr(gram @ basis)[0]
-    return new if bad is None else torch.where(bad, basis, new)
+def _refresh_(state: dict[str, Any], bad: Tensor | None) -> None:
+    """Make one step of orthogonal iteration towards the eigenvectors, and rotate the mean."""
+    gram = state[GRAM]
+    old, mean = state[BASIS].to(gram), state[MEAN]
+    new: Tensor = torch.linalg.qr(gram @ old)[0]
+    rotated = new.to(mean).mT @ (old.to(mean) @ mean)
+    state[BASIS] = new if bad is None else torch.where(bad, old, new)
+    state[MEAN] = rotated if bad is None else torch.where(bad, mean, rotated)

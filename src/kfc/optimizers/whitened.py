@@ -197,23 +197,20 @@ class WhitenedAdam(CurvatureOptimizer):
     def _adam_steps(self, gradients: Vector) -> Vector:
         """Return Adam's steps Δ' from whitened gradients G', and update the moments.
 
-        The first moments are those of G', and the second moments those of the rotated Uᵀ G'. Both
-        remain as they are when the coordinates change.
+        Both moments are those of the rotated Uᵀ G'. The second moments remain as they are when the
+        coordinates change.
         """
-        steps: Vector = {}
-        for group, names, states, bad in self._states_by_group(gradients):
-            values = [gradients[name] for name in names]
-            means = update_means_(values, states, group["betas"][0], bad)
-            steps.update(zip(names, means, strict=True))
         rotation, engine = self._rotation, self.engine
         states_by_name = {name: self.state[self._parameters[name]] for name in gradients}
         if rotation is not None:
             rotation.update_(gradients, states_by_name, engine.steps + 1, engine.in_doubt)
             gradients = rotation.rotated(gradients, states_by_name)
-            steps = rotation.rotated(steps, states_by_name)
+        steps: Vector = {}
         for group, names, states, bad in self._states_by_group(gradients):
-            means, values = ([vectors[name] for name in names] for vectors in (steps, gradients))
-            normalise_(means, values, states, group["betas"][1], float(group["eps"]), bad)
+            values, betas = [gradients[name] for name in names], group["betas"]
+            means = update_means_(values, states, betas[0], bad)
+            normalise_(means, values, states, betas[1], float(group["eps"]), bad)
+            steps.update(zip(names, means, strict=True))
         return steps if rotation is None else rotation.rotated_back(steps, states_by_name)
 
     def _states_by_group(
