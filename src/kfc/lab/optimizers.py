@@ -50,13 +50,13 @@ class RefreshOptions(OptimizerOptions):
     statistics_period: int | None = option(
         None,
         "Steps T_s between updates of the factors; by default 1 for kfac, rising to 10 for kfc and "
-        "to 50 for whitened-adam",
+        "to 64 for whitened-adam",
         positive=True,
     )
     inverse_period: int | None = option(
         None,
         "Steps T_f between updates of the inverses; by default rising to 20, for whitened-adam to "
-        "50",
+        "64",
         positive=True,
     )
     factor_decay: float | str = decay_option(0.95)
@@ -215,10 +215,10 @@ class KFACOptions(CurvatureOptions):
 class WhitenedAdamOptions(RefreshOptions):
     """Options of ``kfc.WhitenedAdam``."""
 
-    lr, batch_size, periods = 1e-2, 128, PERIODS
+    lr, batch_size, periods = 0.02, 128, PERIODS
     beta1: float = option(0.9, "Decay of the mean of gradients")
     beta2: float = option(0.99, "Decay of the mean of squared gradients")
-    damping: float = option(0.1, "Damping δ, as a fraction of the factor's mean eigenvalue")
+    damping: float = option(0.3, "Damping δ, as a fraction of the factor's mean eigenvalue")
     factor_decay: float | str = decay_option(0.8)
     rotation_period: int = option(
         10, "Steps between updates of the eigenbases of the outputs; 0 for no rotation"

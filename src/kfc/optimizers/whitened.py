@@ -23,7 +23,7 @@ from kfc.schedule import Budget, Periods, Stretch
 Vector = dict[str, Tensor]
 
 # Ω changes slowly: longer periods than those of Algorithm 1 lose nothing.
-PERIODS = Periods(Stretch(50, pace=1, doubling=True), Stretch(50, pace=1, doubling=True))
+PERIODS = Periods(Stretch(64, pace=1, doubling=True), Stretch(64, pace=1, doubling=True))
 
 
 class WhitenedAdam(CurvatureOptimizer):

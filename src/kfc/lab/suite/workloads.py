@@ -120,7 +120,7 @@ _ALL = (
         batch_size=128,
         metric="train_error",
         target=6.0,
-        seconds=360.0,
+        seconds=300.0,
     ),
     Workload(
         name="resnet",
