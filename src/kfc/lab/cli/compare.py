@@ -94,7 +94,7 @@ def demo(
     ] = None,
     **overrides: Any,
 ) -> None:
-    """Train a small network on the embedded digits with SGD, Adam, KFC and KFAC.
+    """Train a small network on the embedded digits with SGD, Adam, KFC, KFAC and WhitenedAdam.
 
     Example: kfc demo --epochs 30 --out runs/longer
     """
