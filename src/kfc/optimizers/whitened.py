@@ -49,8 +49,8 @@ class WhitenedAdam(CurvatureOptimizer):
             and of their squares.
         eps: ε, added to the root of the second moments.
         weight_decay: λ, decoupled as in ``torch.optim.AdamW``: θ ← θ - lr λ θ.
-        damping: δ as a fraction of Ω's mean eigenvalue. A layer has the damping of its weight's
-            group.
+        damping: δ as a fraction of Ω's mean eigenvalue. A layer has the damping, the betas and the
+            eps of its weight's group.
         averaging_timescale: τ, the timescale of the averaged parameters in updates; ``None``: no
             averaging.
         groups: options for some parameters, as ``{"prefix": "*.bias", "weight_decay": 0.0}``. A
