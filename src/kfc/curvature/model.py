@@ -13,7 +13,7 @@ from kfc.curvature.kronecker import INVERSES, Inverse, trace
 from kfc.curvature.layer import Block, LayerCurvature, LayerState
 from kfc.curvature.options import Approximation
 from kfc.curvature.statistics import BatchStatistics
-from kfc.curvature.whitening import WhiteningCurvature, WhiteningRoot
+from kfc.curvature.whitening import WhiteningCurvature
 from kfc.distributed.reducer import Reducer
 from kfc.layers import Plan
 
@@ -191,12 +191,12 @@ class ModelCurvature:
 
     def whiten(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return V Rᵀ for matrices V (groups, I, n), by layer name; see ``WhiteningRoot``."""
-        found = ((layer, self._root(layer).whiten(v)) for layer, v in matrices.items())
+        found = ((layer, self._whitening(layer).whiten(v)) for layer, v in matrices.items())
         return self._completed(found)
 
     def unwhiten(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return V R for matrices V (groups, I, n), by layer name; see ``WhiteningRoot``."""
-        found = ((layer, self._root(layer).unwhiten(v)) for layer, v in matrices.items())
+        found = ((layer, self._whitening(layer).unwhiten(v)) for layer, v in matrices.items())
         return self._completed(found)
 
     def _completed(self, matrices: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -205,10 +205,10 @@ class ModelCurvature:
             result |= found
         return result
 
-    def _root(self, layer: str) -> WhiteningRoot:
+    def _whitening(self, layer: str) -> WhiteningCurvature:
         curvature = self._inverted(layer)
         assert isinstance(curvature, WhiteningCurvature)
-        return curvature.root()
+        return curvature
 
     def _solutions(self, vectors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Yield F̂_damped⁻¹ v by parameter name, one layer at a time."""

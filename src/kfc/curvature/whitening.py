@@ -85,11 +85,17 @@ class WhiteningCurvature(LayerCurvature):
         """Return V (Ω + δ I)⁻¹ with V = (bias, weight)."""
         return self.layer.from_matrix(inverse.apply(self.layer.to_matrix(gradients)))
 
-    def root(self) -> WhiteningRoot:
-        """Return R."""
+    def whiten(self, matrix: Tensor) -> Tensor:
+        """Return V Rᵀ of V (groups, I, n), or a tensor to receive it if another rank keeps R."""
         root = self._inverse_in_dtype()
-        assert isinstance(root, WhiteningRoot)
-        return root
+        assert root is not None
+        return root.whiten(matrix) if isinstance(root, WhiteningRoot) else root.apply(matrix)
+
+    def unwhiten(self, matrix: Tensor) -> Tensor:
+        """Return V R of V (groups, I, n), or a tensor to receive it if another rank keeps R."""
+        root = self._inverse_in_dtype()
+        assert root is not None
+        return root.unwhiten(matrix) if isinstance(root, WhiteningRoot) else root.apply(matrix)
 
     def activation_factor(self) -> Tensor | None:
         return None if self.state.running is None else self.state.running[0]
