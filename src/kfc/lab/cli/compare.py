@@ -116,6 +116,8 @@ def _run(
     """Run to the end and publish the results, or until interrupted."""
     data = load(next(iter(comparison.candidates().values()))[0].data, data_dir)
     displays: dict[ComparedRun, screen.RunDisplay] = {}
+    if comparison.introduction:
+        screen.say(comparison.introduction)
 
     def show(run: ComparedRun, row: Row) -> None:
         displays[run](row)

@@ -50,7 +50,7 @@ class Comparison:
     baseline: str | None = option(
         None, "Method that ratios refer to; by default the first that uses SGD"
     )
-    introduction: str = option("", "Text at the beginning of the page")
+    introduction: str = option("", "Text at the beginning of the output and of the page")
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for the first invalid value."""
