@@ -25,6 +25,7 @@ ROOMS = [
     "curvature/",
     "distributed/reducer.py",
     "layers/",
+    "distributed/synchronised.py",
     "moments/",
     "schedule.py",
     "_*.py",

@@ -130,6 +130,14 @@ class Inverse(ABC):
     def apply(self, gradient: Tensor) -> Tensor:
         """Return the inverse times a gradient."""
 
+    def whiten(self, matrix: Tensor) -> Tensor:
+        """Return V Rᵀ of V (groups, I, n), if the inverse is kept as Rᵀ R."""
+        raise NotImplementedError(f"{type(self).__name__} has no root")
+
+    def unwhiten(self, matrix: Tensor) -> Tensor:
+        """Return V R of V (groups, I, n), if the inverse is kept as Rᵀ R."""
+        raise NotImplementedError(f"{type(self).__name__} has no root")
+
     def redamped(self, damping: float) -> Self | None:
         """Return the inverse with another damping; ``None`` if the block must be inverted anew.
 

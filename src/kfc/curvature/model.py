@@ -130,7 +130,7 @@ class ModelCurvature:
         )
 
     def invert(self, blocks: Mapping[str, Block]) -> dict[str, Inverse]:
-        """Return this rank's share of the blocks' inverses; any thread may call this."""
+        """Return the inverses that are computed here; any thread may call this."""
         return self._reducer.compute(
             blocks,
             lambda name: self.layers[name].invert(blocks[name].running, blocks[name].damping),
@@ -140,7 +140,7 @@ class ModelCurvature:
         """Use the inverses of blocks whose trained parameters are still the same.
 
         Args:
-            own: this rank's share of the inverses.
+            own: the inverses that were computed here.
         """
         current = [
             name
@@ -248,7 +248,7 @@ class ModelCurvature:
             "approximation": self.options.name,
             "inverse_kind": self.options.inverse_kind,
             "layers": {
-                # An inverse that one rank keeps for itself is computed again after loading.
+                # Inverses that are not saved are computed again after loading.
                 name: layer.state_dict(with_inverse=self._reducer.is_everywhere(name))
                 for name, layer in self.layers.items()
             },

@@ -6,7 +6,8 @@ the gradient is G' = G Rᵀ. A step Δ' there is the step Δ' R of W. This needs
 neither derivatives nor targets.
 
 R = L⁻¹, with the Cholesky decomposition Ω + δ I = L Lᵀ. The bias comes first, so that the other
-coordinates of R a are those of centred rows, each without what the ones before it explain.
+coordinates of R a are those of centred rows, each with its regression on the earlier coordinates
+removed.
 """
 
 from typing import Any
@@ -86,16 +87,16 @@ class WhiteningCurvature(LayerCurvature):
         return self.layer.from_matrix(inverse.apply(self.layer.to_matrix(gradients)))
 
     def whiten(self, matrix: Tensor) -> Tensor:
-        """Return V Rᵀ of V (groups, I, n), or a tensor to receive it if another rank keeps R."""
+        """Return V Rᵀ of V (groups, I, n)."""
         root = self._inverse_in_dtype()
         assert root is not None
-        return root.whiten(matrix) if isinstance(root, WhiteningRoot) else root.apply(matrix)
+        return root.whiten(matrix)
 
     def unwhiten(self, matrix: Tensor) -> Tensor:
-        """Return V R of V (groups, I, n), or a tensor to receive it if another rank keeps R."""
+        """Return V R of V (groups, I, n)."""
         root = self._inverse_in_dtype()
         assert root is not None
-        return root.unwhiten(matrix) if isinstance(root, WhiteningRoot) else root.apply(matrix)
+        return root.unwhiten(matrix)
 
     def activation_factor(self) -> Tensor | None:
         return None if self.state.running is None else self.state.running[0]

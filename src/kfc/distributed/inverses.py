@@ -21,6 +21,14 @@ class RemoteInverse(Inverse):
         """Return a tensor for the natural gradient, which the other rank sends."""
         return torch.empty_like(gradient)
 
+    def whiten(self, matrix: Tensor) -> Tensor:
+        """Return a tensor for the whitened matrix, which the other rank sends."""
+        return torch.empty_like(matrix)
+
+    def unwhiten(self, matrix: Tensor) -> Tensor:
+        """Return a tensor for the unwhitened matrix, which the other rank sends."""
+        return torch.empty_like(matrix)
+
     def redamped(self, damping: float) -> Self:
         return self
 

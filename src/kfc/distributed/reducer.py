@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kfc._helpers import after_backward
-from kfc.layers.synchronised import mixes_ranks
+from kfc.distributed.synchronised import mixes_ranks
 
 if TYPE_CHECKING:
     from kfc.curvature.kronecker import Inverse
@@ -47,11 +47,15 @@ class Reducer:
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ``ValueError`` if the model joins examples of ranks that are not known here."""
-        if mixes_ranks(model):
+        if self.mixes_examples(model):
             raise ValueError(
                 "the model's SyncBatchNorm joins the examples of several ranks, but the optimizer "
                 "was made for one process; pass the ranks' group: parallel=kfc.Parallel(group=...)"
             )
+
+    def mixes_examples(self, model: nn.Module) -> bool:
+        """Return whether an example's output depends on examples of other ranks."""
+        return mixes_ranks(model)
 
     def place(self, layers: Mapping[str, LayerCurvature], period: int) -> None:
         """Set the layers of the model, and decide which rank computes which inverse.

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
 from kfc._helpers import load_decompositions, make_dual, widest
+from kfc.distributed.synchronised import normalise_over_ranks, synchronising_group
 from kfc.fisher.calls import (
     ModelCall,
     accelerators_of,
@@ -33,7 +34,6 @@ from kfc.fisher.calls import (
 )
 from kfc.fisher.heads import LikelihoodChoice, Output, resolve_likelihoods, select_outputs
 from kfc.fisher.likelihoods import Likelihood, Weights
-from kfc.layers.synchronised import normalise_over_ranks, synchronising_group
 
 Vector = TypeVar("Vector", Mapping[str, Tensor], Sequence[Tensor])
 

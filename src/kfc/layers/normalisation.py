@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from kfc.distributed.synchronised import batch_moments, synchronising_group
 from kfc.layers.base import NormalisationLayer, is_sequence_first
-from kfc.layers.synchronised import batch_moments, synchronising_group
 
 
 class _ChannelSecond(NormalisationLayer):

@@ -21,7 +21,6 @@ from kfc.fisher.calls import ModelCall, without_autocast
 from kfc.fisher.likelihoods import Likelihood, Weights
 from kfc.fisher.losses import Losses
 from kfc.layers import mixes_examples
-from kfc.layers.synchronised import mixes_ranks
 from kfc.schedule import now
 from kfc.statistics.backward import RecordedPass
 from kfc.statistics.buffers import BufferGuard
@@ -284,7 +283,7 @@ class Collector:
         if self._fisher == "sampled":
             generator = self._reducer.generator(self.generator, outputs.device)
             return iter([likelihood.sample_derivative(outputs, generator, weights)])
-        joint = mixes_ranks(self.model)
+        joint = self._reducer.mixes_examples(self.model)
         return exact_columns(likelihood, outputs, weights, together, joint, self._reducer)
 
     def _end_gathering(self, observation: Observation) -> Gathered:
