@@ -245,14 +245,18 @@ class Schedule:
         }
 
     @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Record the seconds that a part of the step takes."""
+    def timed(self, part: str, *, continued: bool = False) -> Iterator[None]:
+        """Record the seconds that a part of the step takes.
+
+        Args:
+            continued: add them to those that the part has taken in this step already.
+        """
         start = now(self.clock_device)
         yield
-        self.add_seconds(part, now(self.clock_device) - start)
+        self.add_seconds(part, now(self.clock_device) - start, continued=continued)
 
-    def add_seconds(self, part: str, elapsed: float) -> None:
-        self.seconds[part] = elapsed
+    def add_seconds(self, part: str, elapsed: float, *, continued: bool = False) -> None:
+        self.seconds[part] = elapsed + (self.seconds.get(part, 0.0) if continued else 0.0)
         self.total_seconds[part] = self.total_seconds.get(part, 0.0) + elapsed
 
     # Measuring for a budget

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kfc.optimizers.averaging import KEY, start_averages, swapped_in, update_averages
+from kfc.optimizers.averaging import KEY, start_averages_, swapped_in, update_averages_
 
 
 class Averages:
@@ -22,13 +22,13 @@ class Averages:
         self._tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **self._buffers}
         self._timescale = timescale
         self._state: dict[Tensor, dict[str, Any]] = {t: {} for t in self._tensors.values()}
-        start_averages(self._tensors.values(), self._state)
+        start_averages_(self._tensors.values(), self._state)
 
     def update(self, count: int) -> None:
         """Include the parameters after update ``count``, 1 for the first."""
         # exp(-1 / (k + 1/2)) is k / (k + 1) up to terms of third order: the plain mean.
         timescale = min(self._timescale, count + 0.5)
-        update_averages(self._tensors.values(), self._state, timescale, None)
+        update_averages_(self._tensors.values(), self._state, timescale, None)
 
     def swapped_in(self) -> AbstractContextManager[None]:
         """Replace the model's parameters by their averages until the context ends."""

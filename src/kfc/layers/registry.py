@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import singledispatch
 
@@ -87,7 +88,7 @@ def find_layers(model: nn.Module) -> Plan:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners = {name: m for name, m in model.named_modules() if _own_parameters(m)}
     treatments = {name: _treatment(name, module) for name, module in owners.items()}
-    leaders = _join_tied(owners, treatments)
+    treatments, leaders = _joined_where_tied(owners, treatments)
 
     plan = Plan({}, {}, {})
     for name, module in owners.items():
@@ -140,10 +141,10 @@ def _treatment(name: str, module: nn.Module) -> Layer | PlainGradient:
     return treatment
 
 
-def _join_tied(
+def _joined_where_tied(
     owners: dict[str, nn.Module], treatments: dict[str, Layer | PlainGradient]
-) -> dict[str, str]:
-    """Join modules that share parameters; return the layer name of each module.
+) -> tuple[dict[str, Layer | PlainGradient], dict[str, str]]:
+    """Return the treatment and the layer name of each module, where modules may share parameters.
 
     Modules of one configuration that share all their parameters become one layer, called several
     times. Any other tie has no Kronecker factors: those modules get the plain gradient.
@@ -154,7 +155,7 @@ def _join_tied(
             sharers[id(parameter)].append(name)
     ties = [names for names in sharers.values() if len(names) > 1]
 
-    joined: set[str] = set()
+    treatments, joined = dict(treatments), set[str]()
     unsettled = True
     while unsettled:
         unsettled = False
@@ -172,9 +173,10 @@ def _join_tied(
     for names in ties:
         leader = treatments[names[0]]
         if isinstance(leader, Layer):
-            leader.tie(tuple(owners[name] for name in names))
+            treatments[names[0]] = tied = copy(leader)
+            tied.tie(tuple(owners[name] for name in names))
             leaders.update(dict.fromkeys(names, names[0]))
-    return leaders
+    return treatments, leaders
 
 
 def _configuration(module: nn.Module, treatment: Layer | PlainGradient) -> object:

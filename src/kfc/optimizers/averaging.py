@@ -20,7 +20,7 @@ def has_average(parameter: Tensor, state: State) -> bool:
     return KEY in state.get(parameter, {})
 
 
-def start_averages(parameters: Iterable[Tensor], state: State) -> None:
+def start_averages_(parameters: Iterable[Tensor], state: State) -> None:
     """Start averages at θ₀, in float32 at least: small steps must not be rounded away."""
     for parameter in parameters:
         if KEY not in state[parameter]:
@@ -28,7 +28,7 @@ def start_averages(parameters: Iterable[Tensor], state: State) -> None:
             state[parameter][KEY] = parameter.detach().to(wide, copy=True)
 
 
-def update_averages(
+def update_averages_(
     parameters: Iterable[Tensor], state: State, timescale: float, bad: Tensor | None
 ) -> None:
     """Update the averages: θ̄ ← ζ θ̄ + (1 - ζ) θ with ζ = exp(-1/τ), τ in updates.

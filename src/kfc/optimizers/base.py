@@ -20,9 +20,9 @@ from kfc._helpers import (
 from kfc.optimizers.access import CurvatureAccess
 from kfc.optimizers.averaging import (
     has_average,
-    start_averages,
+    start_averages_,
     swapped_in,
-    update_averages,
+    update_averages_,
 )
 from kfc.optimizers.engine import Engine, check_version, versioned
 from kfc.optimizers.groups import build_groups
@@ -140,7 +140,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         for group, _, names in self._by_group(directions):
             torch._foreach_mul_([directions[name] for name in names], -float(group["lr"]))
 
-    def _unscale(self) -> tuple[float | Tensor, Tensor | None]:
+    def _unscale_(self) -> tuple[float | Tensor, Tensor | None]:
         """Return the loss scale of ``torch.amp.GradScaler``, and whether it overflowed.
 
         The gradients are divided by the scale, unless the user has done that already.
@@ -200,12 +200,13 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
 
     def _start_averages(self) -> None:
         if self.averaging_timescale is not None:
-            start_averages(self._averaged(), self.state)
+            start_averages_(self._averaged(), self.state)
 
     def _update_averages(self, bad: Tensor | None) -> None:
         """Update θ̄ ← ζ θ̄ + (1 - ζ) θ, unless a boolean scalar says that the step was bad."""
         if self.averaging_timescale is not None:
-            update_averages(self._averaged(), self.state, self.averaging_timescale, bad)
+            with self.engine.schedule.timed("update", continued=True):
+                update_averages_(self._averaged(), self.state, self.averaging_timescale, bad)
 
     # torch.optim.Optimizer
 

@@ -248,7 +248,12 @@ class Engine:
         self._prepare_next()
 
     def skip_step(self, *, quietly: bool = False) -> None:
-        """Count a skipped step; curvature and buffers stay as they were, what was due stays due."""
+        """Count a skipped step; curvature and buffers stay as they were, what was due stays due.
+
+        Args:
+            quietly: do not warn, as for a step with an overflow of ``torch.amp.GradScaler``.
+        """
+        quietly = quietly or (self._quietly is not None and bool(self._quietly))
         self.rewind()
         self.collector.buffers.undo_step()
         ranks: list[int] = []
@@ -348,7 +353,7 @@ def check_version(state: object) -> None:
         raise ValueError(f"the state dict must be a dict, got {type(state).__name__}")
     found = state.get("version")
     if found != STATE_VERSION:
-        saved = "has no version: it is incomplete, or was saved by another optimizer or by a"
+        saved = "has no version: it is incomplete, or was saved by another optimizer or by an older"
         saved = saved if found is None else f"has version {found!r}: it was saved by a different"
         raise ValueError(
             f"the state dict {saved} version of kfc. This one loads version {STATE_VERSION} only; "

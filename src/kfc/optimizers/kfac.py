@@ -162,33 +162,28 @@ class KFAC(CurvatureOptimizer):
         """
         engine, step = self.engine, self.engine.steps + 1
         gradients = engine.gradients()
-        choosing = self.factor_damping.is_due(step)
-        measures = self._measures(step)
+        choosing, measures = self.factor_damping.is_due(step), self._measures(step)
+        at_once = choosing or self.factor_damping.is_raised()
         batch = engine.begin_step(gradients, wait=True)
         if batch is None:
             return
+        self._start_averages()  # θ̄ begins at θ₀
 
         # Appendix A.2
         engine.update_(batch, may_skip=True)  # moving averages of Ω and Γ (eqn 33)
-        at_once = choosing or self.factor_damping.is_raised()
-        engine.refresh_inverses(self._damping, at_once=at_once)  # damped by γ²
+        engine.refresh_inverses(self._damping, at_once=at_once)  # (Ω ⊗ Γ)⁻¹, damped by γ²
         gradient = self._add_weight_decay(gradients)  # ∇h: gradient of the loss, plus decay
-        previous = self._previous(gradient)
+        previous = self._previous(gradient)  # v_prev, the last update
         self._proposals.bound_loss(loss, self._penalty())  # -∇hᵀ(αΔ + μ v_prev) ≤ κE
         proposal = self._proposals.propose(  # Δ = -F̂⁻¹∇h; α, μ and γ minimise M(αΔ + μ v_prev)
             gradient, previous, choosing=choosing, measures=measures
         )
         if proposal is None:
-            engine.skip_step()
+            engine.skip_step()  # the curvature of the batch is not finite
             return
-        value = self._value_before(measured, before) if measures else 0.0
-        with engine.schedule.timed("update"):
-            self._start_averages()
-            self._remember(proposal.direction)
-            self._place(proposal)  # θ ← θ + αΔ + μ v_prev
-        if measures:
-            with engine.schedule.timed("reduction ratio"):
-                self._measure(measured, value, proposal)  # λ by ρ = actual / predicted change
+        value = self._value_before(measured, before) if measures else None  # h(θ)
+        self._move(proposal)  # θ ← θ + αΔ + μ v_prev
+        self._measure(measured, value, proposal)  # λ by ρ = actual / predicted change of h
         self._update_averages(None)  # θ̄ ← ζθ̄ + (1 - ζ)θ
         engine.end_step()
 
@@ -270,13 +265,15 @@ class KFAC(CurvatureOptimizer):
     def _penalty(self) -> float:
         return decay_penalty(self.param_groups)
 
-    def _remember(self, direction: Vector) -> None:
-        """Keep the values of the parameters that will move."""
-        for parameter in self._parameters():
-            self.state[parameter].pop(PREVIOUS, None)
-            self.state[parameter].pop(BEFORE, None)
-            if self._names[parameter] in direction:
-                self.state[parameter][BEFORE] = parameter.detach().clone()
+    def _move(self, proposal: Proposal) -> None:
+        """Add the update to the parameters, and keep the values that they had."""
+        with self.engine.schedule.timed("update"):
+            for parameter in self._parameters():
+                self.state[parameter].pop(PREVIOUS, None)
+                self.state[parameter].pop(BEFORE, None)
+                if self._names[parameter] in proposal.direction:
+                    self.state[parameter][BEFORE] = parameter.detach().clone()
+            self._place(proposal)
 
     def _place(self, proposal: Proposal) -> None:
         """Set the parameters to their values before the step plus the update."""
@@ -299,14 +296,19 @@ class KFAC(CurvatureOptimizer):
                 raise self._failure(measured, "on the held-out batch before the update")
         return loss + self._penalty()
 
-    def _measure(self, objective: Objective, value: float, proposal: Proposal) -> None:
+    def _measure(self, objective: Objective, value: float | None, proposal: Proposal) -> None:
         """Adapt λ to the effect of the update, and retry with more λ if the loss is not finite.
 
         The very first update must not raise the objective either, because λ starts with a guess.
 
         Args:
-            value: the objective before the update.
+            value: the objective before the update; ``None``: the effect is not measured.
         """
+        if value is not None:
+            with self.engine.schedule.timed("reduction ratio"):
+                self._adapt_to(objective, value, proposal)
+
+    def _adapt_to(self, objective: Objective, value: float, proposal: Proposal) -> None:
         damping, bold = self.model_damping.value, proposal
         first = self.engine.steps == 0
         for attempt in range(MAX_RETRIES + 1):

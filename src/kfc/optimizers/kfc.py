@@ -111,37 +111,30 @@ class KFC(CurvatureOptimizer):
                 loss, as for ``torch.optim.SGD``.
         """
         loss = self._loss_of(closure)
-        loss_scale, overflow = self._unscale()
-        gradients = self.engine.gradients()
+        loss_scale, overflow = self._unscale_()
+        gradients, engine = self.engine.gradients(), self.engine
         self._require_batch()
-        batch = self.engine.begin_step(gradients, loss_scale, overflow)
+        batch = engine.begin_step(gradients, loss_scale, overflow)
         if batch is None:
             return loss
-
-        # Only a computed ν can be found not to be finite.
-        may_skip = self._clip is not None and self._clip.is_due()
+        is_due = self._clip is not None and self._clip.is_due()  # whether ν is computed
+        self._start_averages()  # θ̄ begins at θ₀
 
         # Algorithm 1
-        self.engine.update_(batch, may_skip=may_skip)  # T_s: moving averages of Ω and Γ (eqn 33)
-        self.engine.refresh_inverses(self._layer_damping)  # T_f: (Ω ⊗ Γ)⁻¹, damped by λ + γ
+        engine.update_(batch, may_skip=is_due)  # T_s: moving averages of Ω and Γ (eqn 33)
+        engine.refresh_inverses(self._layer_damping)  # T_f: (Ω ⊗ Γ)⁻¹, damped by λ + γ
         update = self._add_weight_decay(gradients)  # ∇h: gradient of the loss, plus λθ
-        products = self.engine.solve_(update)  # F̂⁻¹∇h in place (eqn 11); returns ∇hᵀF̂⁻¹∇h
+        products = engine.solve_(update)  # F̂⁻¹∇h in place (eqn 11); returns ∇hᵀF̂⁻¹∇h
         self._times_learning_rate_(update)  # v = -α F̂⁻¹∇h
-        estimate = self._estimated_norm(products)  # vᵀF̂v = α² ∇hᵀF̂⁻¹∇h
-        factor = self._clip_factor(update, estimate)  # √(C/ν) if ν = vᵀFv + λvᵀv > C, else 1
+        factor = self._clip_(update, products)  # v ← √(C/ν) v if ν = vᵀFv + λvᵀv > C
         if factor is None:
-            self.engine.skip_step(quietly=overflow is not None and bool(overflow))
-            return loss
-        self._scale_(update, factor)
-        with self.engine.schedule.timed("update"):
-            self._start_averages()  # θ̄ begins at θ₀
-            limits = self._limits(gradients, products, factor, loss)  # not uphill; -∇hᵀm ≤ κE
-            steps = self._add_momentum_(update, limits)  # m ← μm + v
-        self._clip_step_(steps, is_due=may_skip)  # ν of the whole step ≤ C
-        with self.engine.schedule.timed("update"):
-            self._move_(steps, update)  # θ ← θ + m
-            self._update_averages(self.engine.in_doubt)  # θ̄ ← ζθ̄ + (1 - ζ)θ, ζ = exp(-1/τ)
-        self.engine.end_step()
+            return loss  # ν is not finite: the step is skipped
+        limits = self._limits(gradients, products, factor, loss)  # m not uphill; -∇hᵀm ≤ κE
+        steps = self._add_momentum_(update, limits)  # m ← μm + v
+        self._clip_steps_(steps, is_due=is_due)  # ν of the whole step ≤ C
+        self._move_(steps, update)  # θ ← θ + m
+        self._update_averages(engine.in_doubt)  # θ̄ ← ζθ̄ + (1 - ζ)θ, ζ = exp(-1/τ)
+        engine.end_step()
         return loss
 
     def _require_batch(self) -> None:
@@ -164,23 +157,31 @@ class KFC(CurvatureOptimizer):
 
     # Clipping
 
-    def _clip_factor(self, update: Vector, estimate: Tensor | None) -> float | Tensor | None:
-        """Return the factor that brings the update's Fisher norm to the limit, or 1.
+    def _clip_(self, update: Vector, products: Vector) -> float | Tensor | None:
+        """Shorten v, in place, if its Fisher norm exceeds the limit; return the factor.
 
         Args:
-            estimate: vᵀF̂v, if there is a limit.
+            products: ∇hᵀF̂⁻¹∇h by parameter.
 
         Returns:
-            A number, or a tensor if only the device knows; ``None`` if the norm is not finite.
+            A number, or a tensor if only the device knows; ``None`` if ν is not finite, after which
+            the step is skipped.
         """
+        estimate = self._estimated_norm(products)
         if self._clip is None or estimate is None:
             return 1.0
         if self._clip.is_due():
             with self.engine.schedule.timed("clip"):
-                return self._clip.shorten(estimate, self._fisher_norm(update))
-        factor = self._clip.guard(estimate)
-        if isinstance(factor, Tensor):
-            self.engine.doubt(~torch.isfinite(estimate))
+                found = self._clip.shorten(estimate, self._fisher_norm(update))
+            if found is None:
+                self.engine.skip_step()
+                return None
+            factor: float | Tensor = found
+        else:
+            factor = self._clip.guard(estimate)
+            if isinstance(factor, Tensor):
+                self.engine.doubt(~torch.isfinite(estimate))
+        self._scale_(update, factor)
         return factor
 
     def _estimated_norm(self, products: Vector) -> Tensor | None:
@@ -222,9 +223,9 @@ class KFC(CurvatureOptimizer):
             factor: the factor of v by the clip.
             loss: what the closure returned, if there is one.
         """
-        if self._bound is None or not products:
-            return None
-        with self.engine.full_precision():
+        with self.engine.schedule.timed("update"), self.engine.full_precision():
+            if self._bound is None or not products:
+                return None
             excess = excess_loss(self.engine, loss if isinstance(loss, Tensor) else None)
             old, new = torch.zeros_like(excess), torch.zeros_like(excess)
             for group, parameters, names in self._by_group(gradients):
@@ -254,20 +255,23 @@ class KFC(CurvatureOptimizer):
             limits: the factors of μ m and of the whole step.
         """
         steps: Vector = {}
-        if limits is not None:
-            self._scale_(update, limits.step)
-        for group, parameters, names in self._by_group(update):
-            values, momentum = [update[name] for name in names], float(group["momentum"])
-            bad = self._in_doubt_on(values[0].device)
-            if bad is not None:
-                for value in values:
-                    value.masked_fill_(bad, 0)
-            if momentum:
-                buffers = self._momentum_buffers(parameters)
-                torch._foreach_mul_(buffers, self._momentum_factor(buffers, momentum, limits, bad))
-                torch._foreach_add_(buffers, values)
-                values = buffers
-            steps.update(zip(names, values, strict=True))
+        with self.engine.schedule.timed("update", continued=True):
+            if limits is not None:
+                self._scale_(update, limits.step)
+            for group, parameters, names in self._by_group(update):
+                values, momentum = [update[name] for name in names], float(group["momentum"])
+                bad = self._in_doubt_on(values[0].device)
+                if bad is not None:
+                    for value in values:
+                        value.masked_fill_(bad, 0)
+                if momentum:
+                    buffers = self._momentum_buffers(parameters)
+                    torch._foreach_mul_(
+                        buffers, self._momentum_factor(buffers, momentum, limits, bad)
+                    )
+                    torch._foreach_add_(buffers, values)
+                    values = buffers
+                steps.update(zip(names, values, strict=True))
         return steps
 
     def _momentum_factor(
@@ -288,7 +292,7 @@ class KFC(CurvatureOptimizer):
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return [self.state[parameter]["momentum_buffer"] for parameter in parameters]
 
-    def _clip_step_(self, steps: Vector, *, is_due: bool) -> None:
+    def _clip_steps_(self, steps: Vector, *, is_due: bool) -> None:
         """Shorten the steps m, in place, if their Fisher norm is known to exceed the limit.
 
         Momentum adds up updates, each of which is within the limit.
@@ -312,15 +316,16 @@ class KFC(CurvatureOptimizer):
         Args:
             spare: tensors like the steps, whose memory may be used.
         """
-        for _, parameters, names in self._by_group(steps):
-            values = [steps[name] for name in names]
-            bad = self._in_doubt_on(values[0].device)
-            if bad is not None:
-                moves = [spare[name] for name in names]
-                torch._foreach_copy_(moves, values)
-                torch._foreach_mul_(moves, torch.where(bad, 0.0, 1.0))
-                values = moves
-            torch._foreach_add_(parameters, values)
+        with self.engine.schedule.timed("update", continued=True):
+            for _, parameters, names in self._by_group(steps):
+                values = [steps[name] for name in names]
+                bad = self._in_doubt_on(values[0].device)
+                if bad is not None:
+                    moves = [spare[name] for name in names]
+                    torch._foreach_copy_(moves, values)
+                    torch._foreach_mul_(moves, torch.where(bad, 0.0, 1.0))
+                    values = moves
+                torch._foreach_add_(parameters, values)
 
     def _in_doubt_on(self, device: torch.device) -> Tensor | None:
         """Return whether the step in progress is bad; ``None`` if it is known to be good."""

@@ -51,11 +51,8 @@ class WhitenedAdam(CurvatureOptimizer):
         weight_decay: λ, decoupled as in ``torch.optim.AdamW``: θ ← θ - lr λ θ.
         damping: δ as a fraction of Ω's mean eigenvalue. A layer has the damping, the betas and the
             eps of its weight's group.
-        averaging_timescale: τ, the timescale of the averaged parameters in updates; ``None``: no
-            averaging.
-        groups: options for some parameters, as ``{"prefix": "*.bias", "weight_decay": 0.0}``. A
-            prefix is the name of a module or parameter, a pattern, or a list of these. The first
-            that matches a parameter applies.
+        averaging_timescale: as in ``kfc.KFC``.
+        groups: as in ``kfc.KFC``.
         likelihood: what the outputs parametrise, as in ``kfc.KFC``; only the loss bound needs it.
         output: selects the tensor of outputs from what the model returns, if that is not a tensor.
             Its first dimension is that of the examples.
@@ -132,7 +129,7 @@ class WhitenedAdam(CurvatureOptimizer):
                 loss, as for ``torch.optim.SGD``.
         """
         loss = self._loss_of(closure)
-        loss_scale, overflow = self._unscale()
+        loss_scale, overflow = self._unscale_()
         gradients = self.engine.gradients()
         batch = self.engine.begin_step(gradients, loss_scale, overflow)
         if batch is None:
@@ -142,7 +139,8 @@ class WhitenedAdam(CurvatureOptimizer):
         self.engine.refresh_inverses(self._layer_damping)  # T_f: L⁻¹ of Ω + δ I = L Lᵀ
         with self.engine.schedule.timed("natural gradient"), self.engine.full_precision():
             excess = self._excess(loss)  # E of the loss, and ω = min(1, 2Ē/E)
-            white = self._weighted(self._whitened(gradients), excess)  # G' = ω G L⁻ᵀ
+            white = self._whitened(gradients)  # G' = G L⁻ᵀ
+            self._weight_outliers_(white, excess)  # G' ← ω G'
             steps = self._adam_steps(white)  # Δ' = m̂ / (√v̂ + ε), with the moments of G'
             update = self._mapped_back(steps, gradients)  # Δ = Δ' L⁻¹, norm of Δ'
             self._times_learning_rate_(update)  # v = -lr Δ
@@ -150,7 +148,7 @@ class WhitenedAdam(CurvatureOptimizer):
         with self.engine.schedule.timed("update"):
             self._start_averages()  # θ̄ begins at θ₀
             self._move_(update, self.engine.in_doubt)  # θ ← (1 - lr λ) θ + v
-            self._update_averages(self.engine.in_doubt)  # θ̄ ← ζθ̄ + (1 - ζ)θ, ζ = exp(-1/τ)
+        self._update_averages(self.engine.in_doubt)  # θ̄ ← ζθ̄ + (1 - ζ)θ, ζ = exp(-1/τ)
         self.engine.end_step()
         return loss
 
@@ -255,12 +253,11 @@ class WhitenedAdam(CurvatureOptimizer):
         excess = excess_loss(self.engine, loss if isinstance(loss, Tensor) else None)
         return excess, self._bound.without_outliers(excess, self.engine.in_doubt)
 
-    def _weighted(self, gradients: Vector, excess: tuple[Tensor, Tensor] | None) -> Vector:
-        """Return whitened gradients, those of an outlier multiplied by 2Ē/E in place."""
+    def _weight_outliers_(self, gradients: Vector, excess: tuple[Tensor, Tensor] | None) -> None:
+        """Multiply the whitened gradients of an outlier by 2Ē/E, in place."""
         if excess is not None:
             found, usual = excess
             self._scale_(gradients, torch.where(found > usual, usual / found, 1.0))
-        return gradients
 
     def _bound_loss_(
         self, update: Vector, gradients: Vector, excess: tuple[Tensor, Tensor] | None
