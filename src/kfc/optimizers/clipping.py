@@ -8,7 +8,7 @@ update that may exceed the limit is shortened by the estimate.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +24,7 @@ MEMORY = 5
 LONGEST_GAP = 16
 
 
-@dataclass
+@dataclass(frozen=True)
 class ClipState:
     """What the clip remembers between steps.
 
@@ -46,7 +46,7 @@ class ClipState:
     guards_seen: int = 0
     age: int = 0
     gap: int = 1
-    ratios: list[float] = field(default_factory=list)
+    ratios: tuple[float, ...] = ()
 
 
 class NormClip:
@@ -81,50 +81,55 @@ class NormClip:
         exact = norm.item()
         if not math.isfinite(exact):
             return None
-        self._learn(estimate.item(), exact)
         factor = (self.limit / exact) ** 0.5 if exact > self.limit else 1.0
-        self._state.factor = factor
+        self._state = replace(self._learned(estimate.item(), exact), factor=factor)
         return factor
 
     def guard(self, estimate: Tensor) -> float | Tensor:
         """Return the factor of an update whose ν was not computed, as a tensor on its device."""
-        state = self._state
-        state.age += 1
+        state = replace(self._state, age=self._state.age + 1)
         if self.period is not None:
-            state.factor = 1.0
+            self._state = replace(state, factor=1.0)
             return 1.0
         # Rounding can make the estimate of a gradient without curvature negative.
         largest = MARGIN * max(state.ratios) * estimate.clamp_min(0)
         factor = (self.limit / largest).clamp(max=1).sqrt()
         guarded, before = (factor < 1).long(), state.guards
         before = moved(before, guarded.device) if isinstance(before, Tensor) else before
-        state.guards, state.factor = guarded + before, factor
+        self._state = replace(state, guards=guarded + before, factor=factor)
         return factor
 
-    def _learn(self, estimate: float, norm: float) -> None:
-        """Double the gap if ν was as predicted and well below the limit, else reset it."""
+    def _learned(self, estimate: float, norm: float) -> ClipState:
+        """Return the state after ν was computed.
+
+        The gap doubles if ν was as predicted and well below the limit, and is reset otherwise.
+        """
         state, guards = self._state, int(self._state.guards)
         expected = max(state.ratios, default=math.inf) * estimate
         as_predicted = norm < MARGIN * expected and guards == state.guards_seen
         calm = MARGIN * norm < self.limit and as_predicted
-        state.gap = min(2 * state.gap, LONGEST_GAP) if calm else 1
-        if 0 < estimate < math.inf:
-            state.ratios = [*state.ratios, norm / estimate][-MEMORY:]
-        state.norm, state.age = norm, 0
-        state.evaluations += 1
-        state.guards = state.guards_seen = guards
+        ratio = (norm / estimate,) if 0 < estimate < math.inf else ()
+        return replace(
+            state,
+            norm=norm,
+            evaluations=state.evaluations + 1,
+            guards=guards,
+            guards_seen=guards,
+            age=0,
+            gap=min(2 * state.gap, LONGEST_GAP) if calm else 1,
+            ratios=(*state.ratios, *ratio)[-MEMORY:],
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as numbers; waits for the device."""
-        state = replace(
-            self._state, factor=float(self._state.factor), guards=int(self._state.guards)
-        )
-        return asdict(state)
+        state = self._state
+        state = replace(state, factor=float(state.factor), guards=int(state.guards))
+        return {**asdict(state), "ratios": list(state.ratios)}
 
     @staticmethod
     def check_state(state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
-        expected = asdict(ClipState())
+        expected = {**asdict(ClipState()), "ratios": []}
         require_keys("clip state", state, expected)
         for name, example in expected.items():
             fits = list if isinstance(example, list) else (int, float)
@@ -132,4 +137,5 @@ class NormClip:
                 raise ValueError(f"the clip state's {name} is invalid: {state[name]!r}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._state = ClipState(**{each.name: state[each.name] for each in fields(ClipState)})
+        values = {each.name: state[each.name] for each in fields(ClipState)}
+        self._state = ClipState(**{**values, "ratios": tuple(state["ratios"])})
