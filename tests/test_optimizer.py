@@ -651,7 +651,7 @@ def test_bfloat16_autocast(fisher):
 def scaled_run(fisher: str, enabled: bool, unscale: bool):
     torch.manual_seed(0)
     model = net().double()
-    optimizer = kfc.KFC(model, curvature=kfc.Kronecker(fisher=fisher), seed=1)
+    optimizer = kfc.KFC(model, curvature=kfc.Kronecker(fisher=fisher))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
     for _ in range(3):
         x, y = batch()

@@ -66,10 +66,16 @@ def test_options_of_the_wrong_type(method, option, value):
     assert not model._forward_hooks
 
 
-@pytest.mark.parametrize(("option", "value"), [("clip", 0.0), ("clip", kfc.FisherClip())])
-def test_bad_values_of_kfac(option, value):
-    with pytest.raises(ValueError, match=f"{option} must be a finite number"):
-        kfc.KFAC(nn.Linear(2, 2), **{option: value})
+@pytest.mark.parametrize("clip", [0.0, math.inf, "tight"])
+def test_bad_clips_of_kfac(clip):
+    with pytest.raises(ValueError, match="clip must be a finite number"):
+        kfc.KFAC(nn.Linear(2, 2), clip=clip)
+
+
+def test_kfac_takes_a_number_as_clip():
+    message = r"clip must be a number or None for KFAC.* loss_bound is that of kfc\.Adaptation"
+    with pytest.raises(TypeError, match=message):
+        kfc.KFAC(nn.Linear(2, 2), clip=kfc.FisherClip())
 
 
 # Value objects
@@ -213,6 +219,28 @@ def test_the_period_of_measurements_has_an_effect_unless_everything_is_fixed():
     kfc.Adaptation(model_damping=0.1, model_damping_period=3, lr=0.1)  # μ is
     with pytest.raises(ValueError, match="model_damping_period has no effect with a fixed"):
         kfc.Adaptation(model_damping=0.1, model_damping_period=3, lr=0.1, momentum=0.5)
+
+
+@pytest.mark.parametrize("method", [kfc.KFC, kfc.KFAC, kfc.Preconditioner])
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_a_seed_has_no_effect_if_no_targets_are_sampled(method, fisher):
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=f"seed has no effect with fisher='{fisher}'"):
+        method(model, seed=0, curvature=kfc.Kronecker(fisher=fisher))
+    assert not model._forward_hooks
+
+
+def test_the_overhead_of_a_budget_has_no_effect_with_fixed_periods():
+    message = r"no effect with two fixed periods; pass schedule=kfc.Periods\(5, 10\)"
+    with pytest.raises(ValueError, match=message):
+        kfc.Budget(0.25, statistics=5, inverse=10)
+
+
+def test_a_likelihood_has_no_effect_without_the_loss_bound():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="likelihood has no effect without a loss_bound"):
+        kfc.WhitenedAdam(model, likelihood="categorical", loss_bound=None)
+    assert not model._forward_hooks
 
 
 @pytest.mark.parametrize(

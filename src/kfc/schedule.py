@@ -86,7 +86,7 @@ class Budget:
     Args:
         overhead: the allowed overhead relative to a step without curvature: 0.25 for a quarter.
         statistics: a fixed period T_s; ``None``: chosen.
-        inverse: a fixed period T_f; ``None``: chosen.
+        inverse: a fixed period T_f; ``None``: chosen. At least one of them must be chosen.
     """
 
     overhead: float = 0.25
@@ -97,6 +97,11 @@ class Budget:
         require_number("overhead", self.overhead, positive=True)
         require_period("statistics", 1 if self.statistics is None else self.statistics)
         require_period("inverse", 1 if self.inverse is None else self.inverse)
+        if self.statistics is not None and self.inverse is not None:
+            raise ValueError(
+                f"the overhead of a budget has no effect with two fixed periods; pass "
+                f"schedule=kfc.Periods({self.statistics}, {self.inverse}), or fix only one of them"
+            )
 
 
 def require_period(name: str, period: object) -> None:
@@ -159,7 +164,7 @@ def periods_within(seconds: Seconds, budget: Budget) -> Periods:
     gathering, inverting = seconds.statistics, seconds.inverses
     if budget.statistics is not None:
         left -= gathering / longest(budget.statistics)
-        return Periods(budget.statistics, budget.inverse or _shortest(inverting, left))
+        return Periods(budget.statistics, _shortest(inverting, left))
     if budget.inverse is not None:
         left -= inverting / longest(budget.inverse)
         return Periods(_shortest(gathering, left), budget.inverse)

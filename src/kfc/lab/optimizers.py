@@ -14,7 +14,14 @@ from kfc.distributed.options import PLACEMENTS, Parallel
 from kfc.lab.baselines import AdamOptions, AdamWOptions, MuonOptions, SGDOptions, SOAPOptions
 from kfc.lab.method import OptimizerOptions, Setup
 from kfc.lab.muon import Muon
-from kfc.lab.options import ConfigError, Option, number_or, option, options_of
+from kfc.lab.options import (
+    ConfigError,
+    Option,
+    config_errors,
+    number_or,
+    option,
+    options_of,
+)
 from kfc.optimizers import KFAC, KFC, WhitenedAdam
 from kfc.optimizers.options import Adaptation, FisherClip
 from kfc.optimizers.whitened import PERIODS
@@ -136,10 +143,11 @@ class CurvatureOptions(RefreshOptions):
         given = {name: value for name, value in given.items() if value is not None}
         if foreign := given.keys() - {each.name for each in fields(approximation)}:
             raise ConfigError(f"{foreign.pop()} has no effect with curvature {self.curvature!r}")
+        draws_targets = self.fisher in (None, "sampled")
         return {
             **self._shared_arguments(setup),
             "likelihood": setup.likelihood,
-            "seed": setup.seed,
+            "seed": setup.seed if draws_targets else None,
             "curvature": approximation(**given).with_decay(setup.averaging_timescale),
         }
 
@@ -157,11 +165,19 @@ class KFCOptions(CurvatureOptions):
         None, "Time that curvature may add to a step, as a fraction: 0.25 for a quarter"
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        with config_errors():
+            self._budget()
+
+    def _budget(self) -> Budget | None:
+        if self.overhead is None:
+            return None
+        return Budget(self.overhead, self.statistics_period, self.inverse_period)
+
     def make(self, model: nn.Module, setup: Setup) -> KFC:
         arguments = self._arguments(setup)
-        if self.overhead is not None:
-            periods = self.statistics_period, self.inverse_period
-            arguments["schedule"] = Budget(self.overhead, *periods)
+        arguments["schedule"] = self._budget() or arguments["schedule"]
         return KFC(
             model,
             self.lr if setup.lr is None else setup.lr,

@@ -72,6 +72,11 @@ class Engine:
         _check_model(model)
         if seed is not None:
             require_whole("seed", seed, low=None)
+            if options.fisher != "sampled":
+                raise ValueError(
+                    f"seed has no effect with fisher={options.fisher!r}, which samples no targets; "
+                    "remove it"
+                )
         if not isinstance(schedule, (Periods, Budget)):
             raise TypeError(f"schedule must be kfc.Periods or kfc.Budget, got {schedule!r}")
         if not isinstance(parallel, (Parallel, type(None))):

@@ -17,7 +17,7 @@ from kfc.optimizers.damping import FactorDamping, ModelDamping
 from kfc.optimizers.engine import Engine, check_version
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.objective import Objective, decay_penalty
-from kfc.optimizers.options import Adaptation
+from kfc.optimizers.options import Adaptation, require_limit
 from kfc.optimizers.proposals import Proposal, Proposals, Vector
 from kfc.optimizers.skipping import named_ranks
 from kfc.schedule import Periods, Stretch, is_due
@@ -80,8 +80,7 @@ class KFAC(CurvatureOptimizer):
         lr = adaptation.lr
         defaults = {"weight_decay": weight_decay} | ({} if lr is None else {"lr": lr})
         require_hyper_parameters(defaults)
-        if clip is not None:
-            require_number("clip", clip, positive=True)
+        require_limit(clip)
         engine = Engine(
             model,
             likelihood=likelihood,

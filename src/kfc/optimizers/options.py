@@ -50,6 +50,17 @@ def resolve_clip(clip: FisherClip | float | None) -> FisherClip | None:
     return FisherClip(float(clip))
 
 
+def require_limit(clip: object) -> None:
+    """Raise an error unless a clip is a number or ``None``, as for ``kfc.KFAC``."""
+    if isinstance(clip, FisherClip):
+        raise TypeError(
+            f"clip must be a number or None for KFAC, got {clip!r}; its loss_bound is that of "
+            "kfc.Adaptation"
+        )
+    if clip is not None:
+        require_number("clip", clip, positive=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Adaptation:
     """Options for the numbers that ``kfc.KFAC`` adapts, each of which can be fixed.

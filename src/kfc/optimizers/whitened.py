@@ -102,6 +102,8 @@ class WhitenedAdam(CurvatureOptimizer):
             require_whole("rotation_period", rotation_period)
         if loss_bound is not None:
             require_number("loss_bound", loss_bound, positive=True)
+        elif likelihood != "auto":
+            raise ValueError("likelihood has no effect without a loss_bound; remove it")
         engine = Engine(
             model,
             likelihood=likelihood,
