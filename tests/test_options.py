@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import kfc
+from kfc.lab.optimizers import OPTIMIZERS
+from kfc.lab.options import options_of
 from reference import fitting_loss
 
 CONSTRUCTORS = (kfc.KFC, kfc.KFAC, kfc.Preconditioner, kfc.WhitenedAdam)
@@ -256,6 +258,50 @@ def test_a_likelihood_has_no_effect_without_the_loss_bound():
 def test_options_that_an_object_does_not_have(make, option):
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
         make(**{option: "factored"})
+
+
+# The command line
+
+
+def flat_defaults(method) -> dict[str, object]:
+    """Return the defaults of a constructor, and those of its value objects, by name."""
+    found = {name: p.default for name, p in inspect.signature(method).parameters.items()}
+    clip = found.get("clip")
+    if isinstance(clip, kfc.FisherClip):
+        found |= {"clip": clip.limit, "loss_bound": clip.loss_bound}
+    if "betas" in found:
+        found |= dict(zip(("beta1", "beta2"), found["betas"], strict=True))
+    if "adaptation" in found:
+        found |= vars(found["adaptation"])
+    if found.get("curvature") == "kfc":
+        found |= {"factor_decay": kfc.Kronecker.factor_decay}
+    return {**found, "periods": found["schedule"]}
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "least"),
+    [
+        (kfc.KFC, "kfc", {"lr", "momentum", "damping", "clip", "loss_bound", "factor_decay"}),
+        (kfc.KFAC, "kfac", {"lr", "model_damping_period", "max_lr", "clip", "loss_bound"}),
+        (kfc.WhitenedAdam, "whitened-adam", {"lr", "beta1", "beta2", "damping", "loss_bound"}),
+    ],
+)
+def test_the_command_line_has_the_same_defaults(method, name, least):
+    own, expected = OPTIMIZERS[name](), flat_defaults(method)
+    names = {field.name for field in dataclasses.fields(own)} | {"lr", "periods"}
+    compared = names & expected.keys()
+    assert compared >= {*least, "periods"}
+    found = {name: getattr(own, name) for name in compared}
+    # On the command line, 0 is no limit.
+    assert found == {name: expected[name] for name in compared} | (
+        {"clip": 0.0} if method is kfc.KFAC else {}
+    )
+
+
+def test_the_command_line_shows_the_default_periods():
+    helps = {name: option.help for name, option in options_of(OPTIMIZERS["kfc"]).items()}
+    for name, default in (("statistics_period", 10), ("inverse_period", 20)):
+        assert f"rising to {default} for kfc" in helps[name]
 
 
 # Shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from kfc.curvature.options import APPROXIMATIONS, AVERAGING, Whitening
+from kfc.curvature.options import APPROXIMATIONS, AVERAGING, Kronecker, Whitening
 from kfc.distributed.options import PLACEMENTS, Parallel
 from kfc.lab.baselines import AdamOptions, AdamWOptions, MuonOptions, SGDOptions, SOAPOptions
 from kfc.lab.method import OptimizerOptions, Setup
@@ -24,7 +25,6 @@ from kfc.lab.options import (
 )
 from kfc.optimizers import KFAC, KFC, WhitenedAdam
 from kfc.optimizers.options import Adaptation, FisherClip
-from kfc.optimizers.whitened import PERIODS
 from kfc.schedule import Budget, Periods, Stretch
 
 # Our optimizers
@@ -35,7 +35,7 @@ def number_or_averaging(text: str) -> float | str:
     return number_or(AVERAGING, text)
 
 
-def decay_option(default: float) -> Any:
+def decay_option(default: float | str) -> Any:
     return option(
         default,
         "Weight ξ of the old value in the moving averages, at each update of the factors; "
@@ -45,28 +45,48 @@ def decay_option(default: float) -> Any:
     )
 
 
-CLIP = "Limit C of the Fisher norm of an update; 0 for no limit"
-BOUND = "Share κ of the excess loss that a step may promise to remove; 0 for no bound"
+def default_of(method: type, name: str) -> Any:
+    """Return the default of an argument of an optimizer, which is declared there only."""
+    return inspect.signature(method).parameters[name].default
+
+
+CLIP = "Limit C of the Fisher norm of an update; 0: no limit on the norm (the loss bound stays)"
+BOUND = (
+    "Largest predicted decrease of the loss in one step, as a fraction κ of the excess loss; 0: no "
+    "bound"
+)
+PERIODS: dict[str, Periods] = {
+    name: default_of(method, "schedule")
+    for name, method in (("kfc", KFC), ("kfac", KFAC), ("whitened-adam", WhitenedAdam))
+}
+
+
+def described_defaults(kind: str) -> str:
+    """Return a phrase with each optimizer's default of a period, ``statistics`` or ``inverse``."""
+    periods = {name: getattr(each, kind) for name, each in PERIODS.items()}
+    texts = {
+        name: f"rising to {period.limit}" if isinstance(period, Stretch) else str(period)
+        for name, period in periods.items()
+    }
+    return "by default " + ", ".join(f"{text} for {name}" for name, text in texts.items())
 
 
 @dataclass(frozen=True)
 class RefreshOptions(OptimizerOptions):
     """Options that KFC, KFAC and WhitenedAdam have in common."""
 
-    periods: ClassVar[Periods] = Periods()  # where no period is given
+    periods: ClassVar[Periods]  # where no period is given
     statistics_period: int | None = option(
         None,
-        "Steps T_s between updates of the factors; by default 1 for kfac, rising to 10 for kfc and "
-        "to 64 for whitened-adam",
+        f"Steps T_s between updates of the factors; {described_defaults('statistics')}",
         positive=True,
     )
     inverse_period: int | None = option(
         None,
-        "Steps T_f between updates of the inverses; by default rising to 20, for whitened-adam to "
-        "64",
+        f"Steps T_f between updates of the inverses; {described_defaults('inverse')}",
         positive=True,
     )
-    factor_decay: float | str = decay_option(0.95)
+    factor_decay: float | str = decay_option(Kronecker.factor_decay)
     inverse_placement: str = option(
         "auto", f"Which of several processes inverts which factor: {', '.join(PLACEMENTS)}"
     )
@@ -156,11 +176,11 @@ class CurvatureOptions(RefreshOptions):
 class KFCOptions(CurvatureOptions):
     """Options of ``kfc.KFC``."""
 
-    lr, estimates_first = 3e-3, True
-    momentum: float = option(0.9, "Momentum μ")
-    damping: float = option(1e-3, "Damping γ")
-    fisher_clip: float = option(0.3, CLIP)
-    loss_bound: float = option(FisherClip.loss_bound, BOUND)
+    lr, periods, estimates_first = default_of(KFC, "lr"), PERIODS["kfc"], True
+    momentum: float = option(default_of(KFC, "momentum"), "Momentum μ")
+    damping: float = option(default_of(KFC, "damping"), "Damping γ")
+    clip: float = option(default_of(KFC, "clip").limit, CLIP)
+    loss_bound: float = option(default_of(KFC, "clip").loss_bound, BOUND)
     overhead: float | None = option(
         None, "Time that curvature may add to a step, as a fraction: 0.25 for a quarter"
     )
@@ -188,7 +208,7 @@ class KFCOptions(CurvatureOptions):
         )
 
     def _clip(self) -> FisherClip | None:
-        limit, bound = self.fisher_clip or None, self.loss_bound or None
+        limit, bound = self.clip or None, self.loss_bound or None
         return None if limit is bound is None else FisherClip(limit, loss_bound=bound)
 
 
@@ -196,7 +216,7 @@ class KFCOptions(CurvatureOptions):
 class KFACOptions(CurvatureOptions):
     """Options of ``kfc.KFAC``."""
 
-    lr, periods, estimates_first = None, Periods(1, Stretch(20)), False
+    lr, periods, estimates_first = None, PERIODS["kfac"], False
     momentum: float | None = option(None, "Momentum μ")
     model_damping: float | None = option(None, "Fixed damping λ of the quadratic model")
     factor_damping: float | None = option(None, "Fixed damping γ of the factors")
@@ -211,7 +231,7 @@ class KFACOptions(CurvatureOptions):
     )
     max_lr: float | None = option(Adaptation.max_lr, "Largest adapted learning rate")
     max_momentum: float | None = option(Adaptation.max_momentum, "Largest adapted momentum")
-    fisher_clip: float = option(0.0, CLIP)
+    clip: float = option(default_of(KFAC, "clip") or 0.0, CLIP)
     loss_bound: float = option(Adaptation.loss_bound, BOUND)
 
     def make(self, model: nn.Module, setup: Setup) -> KFAC:
@@ -222,7 +242,7 @@ class KFACOptions(CurvatureOptions):
         return KFAC(
             model,
             adaptation=adaptation,
-            clip=self.fisher_clip or None,
+            clip=self.clip or None,
             **self._arguments(setup),
         )
 
@@ -231,15 +251,21 @@ class KFACOptions(CurvatureOptions):
 class WhitenedAdamOptions(RefreshOptions):
     """Options of ``kfc.WhitenedAdam``."""
 
-    lr, batch_size, periods = 0.02, 128, PERIODS
-    beta1: float = option(0.9, "Decay of the mean of gradients")
-    beta2: float = option(0.99, "Decay of the mean of squared gradients")
-    damping: float = option(0.3, "Damping δ, as a fraction of the factor's mean eigenvalue")
-    factor_decay: float | str = decay_option(0.8)
-    rotation_period: int = option(
-        10, "Steps between updates of the eigenbases of the outputs; 0 for no rotation"
+    lr, batch_size, periods = default_of(WhitenedAdam, "lr"), 128, PERIODS["whitened-adam"]
+    beta1: float = option(default_of(WhitenedAdam, "betas")[0], "Decay of the mean of gradients")
+    beta2: float = option(
+        default_of(WhitenedAdam, "betas")[1], "Decay of the mean of squared gradients"
     )
-    loss_bound: float = option(0.1, BOUND)
+    damping: float = option(
+        default_of(WhitenedAdam, "damping"),
+        "Damping δ, as a fraction of the factor's mean eigenvalue",
+    )
+    factor_decay: float | str = decay_option(default_of(WhitenedAdam, "factor_decay"))
+    rotation_period: int = option(
+        default_of(WhitenedAdam, "rotation_period"),
+        "Steps between updates of the eigenbases of the outputs; 0 for no rotation",
+    )
+    loss_bound: float = option(default_of(WhitenedAdam, "loss_bound"), BOUND)
 
     def make(self, model: nn.Module, setup: Setup) -> WhitenedAdam:
         decay = Whitening(factor_decay=self.factor_decay).with_decay(setup.averaging_timescale)  # type: ignore[arg-type]

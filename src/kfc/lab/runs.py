@@ -32,7 +32,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from kfc.lab.config import ConfigError, RunConfig, config_from_dict
 from kfc.lab.data import Dataset
 
-FORMAT = 1
+FORMAT = 2
 KINDS = ("estimate", "evaluation", "progress", "end")
 CONFIG, METRICS, CHECKPOINT, LOCK = "config.json", "metrics.jsonl", "checkpoint.pt", ".lock"
 
@@ -93,7 +93,10 @@ def _read_header(path: Path) -> dict[str, Any]:
     try:
         header = json.loads(file.read_text(encoding="utf-8"))
         if header["format"] != FORMAT:
-            raise RunError(f"{file} has format {header['format']}; this version reads {FORMAT}")
+            raise RunError(
+                f"{path} was recorded by another version of kfc: {CONFIG} has format "
+                f"{header['format']}, and this version reads {FORMAT}; repeat the run"
+            )
         header["config"] = config_from_dict(header["config"])
         header["environment"], header["data_digest"], header["name"]
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
