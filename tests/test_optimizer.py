@@ -444,7 +444,7 @@ def test_averages_are_swapped_in_and_out():
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("method", [kfc.KFC, kfc.KFAC])
+@pytest.mark.parametrize("method", [kfc.KFC, kfc.KFAC, kfc.WhitenedAdam])
 def test_steps_inside_averaged_parameters_are_refused_before_the_closure_runs(method):
     model, calls = net(), []
     optimizer = method(model, averaging_timescale=2.0)

@@ -516,7 +516,7 @@ def test_usage_errors_end_all_ranks_with_one_message(job, tmp_path, arguments, c
     ],
 )
 def test_usage_errors_found_by_each_rank(monkeypatch, arguments, words):
-    monkeypatch.setattr("kfc.lab.cli.SECONDS_FOR_RANK_0_TO_SPEAK", 0)
+    monkeypatch.setattr("kfc.lab.cli.SECONDS_FOR_MESSAGE_OF_RANK_0", 0)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     assert_clear_error(kfc_here(*arguments), 2, words)
@@ -529,7 +529,7 @@ def test_usage_errors_found_by_each_rank(monkeypatch, arguments, words):
 def test_a_rank_that_is_not_started_is_named(job, tmp_path):
     done = job.run(2, "train", *SMALL, "--timeout", "4s", "--out", tmp_path / "run", WORLD_SIZE="3")
     could_not = "of 3 could not join the other ranks:"
-    assert_clear_error(done[0], 1, f"rank 0 {could_not} nothing was heard from rank 2 within 4 s")
+    assert_clear_error(done[0], 1, f"rank 0 {could_not} no response from rank 2 within 4 s")
     assert_clear_error(done[1], 1, f"rank 1 {could_not} not all ranks started within 4 s")
 
 

@@ -8,7 +8,7 @@ from kfc.optimizers.options import Adaptation
 # Outside these bounds the damping dominates or vanishes, and float32 would lose it.
 LOWEST, HIGHEST = 1e-10, 1e10
 # The factor of λ after a step that led to a loss that is not finite.
-ALARM = 10.0
+FACTOR_AFTER_FAILURE = 10.0
 
 
 class ModelDamping:
@@ -34,11 +34,11 @@ class ModelDamping:
         elif reduction_ratio < 0.25:
             self._set(self.value / self.decrease)
 
-    def raise_alarm(self) -> bool:
+    def raise_after_failure(self) -> bool:
         """Raise λ tenfold if possible; return whether it was."""
         if not self.adapts or self.value >= HIGHEST:
             return False
-        self._set(max(self.value, LOWEST) * ALARM)
+        self._set(max(self.value, LOWEST) * FACTOR_AFTER_FAILURE)
         return True
 
     def snapshot(self) -> float:

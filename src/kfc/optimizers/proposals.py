@@ -201,7 +201,7 @@ class Proposals:
 
     def raise_damping(self) -> bool:
         """Raise λ tenfold if it matters; return whether that was possible."""
-        return not self.coefficients_are_fixed and self._model_damping.raise_alarm()
+        return not self.coefficients_are_fixed and self._model_damping.raise_after_failure()
 
     def more_cautious(self, proposal: Proposal) -> Proposal | None:
         """Return the same directions with more λ; ``None`` if that changes nothing."""

@@ -20,7 +20,7 @@ from kfc.lab.cli.train import train
 from kfc.lab.processes.ranks import Launch
 
 # torchrun ends all processes as soon as one has ended, so rank 0 needs time for its message.
-SECONDS_FOR_RANK_0_TO_SPEAK = 5
+SECONDS_FOR_MESSAGE_OF_RANK_0 = 5
 
 
 SUITE = "compare suite"
@@ -43,7 +43,7 @@ class RankZeroGroup(TyperGroup):
             # Usage errors have an exit code. Newer versions of typer contain a copy of click.
             if not hasattr(error, "exit_code"):
                 raise
-            time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
+            time.sleep(SECONDS_FOR_MESSAGE_OF_RANK_0)
             code = error.exit_code
         sys.exit(code)
 

@@ -124,7 +124,7 @@ def _open_store(launch: Launch, timeout: float) -> Store:
     torchrun keeps its store over restarts, with the keys of the processes that have ended, so that
     torch's ``env://`` rendezvous then connects to addresses that no longer exist (PyTorch issue
     135712). ``TORCHELASTIC_RESTART_COUNT`` does not distinguish the attempts, because every machine
-    counts its own restarts. Here rank 0 therefore chooses a new prefix and invites the other ranks.
+    counts its own restarts. Here rank 0 therefore chooses a new prefix and tells the other ranks.
 
     Raises:
         TimeoutError: not all ranks start in time; on rank 0, the message names those missing.
@@ -134,37 +134,40 @@ def _open_store(launch: Launch, timeout: float) -> Store:
     store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.size, timeout=seconds)))
     store.set_timeout(seconds)
     if launch.rank == 0:
-        attempt = _invite(store, launch.size, timeout)
+        attempt = _begin_attempt(store, launch.size, timeout)
     else:
-        attempt = _accept(store, launch.rank, timeout)
+        attempt = _join_attempt(store, launch.rank, timeout)
     return PrefixStore(f"kfc/attempt/{attempt}", store)
 
 
-def _invite(store: Store, size: int, timeout: float) -> str:
-    """Invite every rank, and again if its process is a new one, until all have accepted."""
+def _begin_attempt(store: Store, size: int, timeout: float) -> str:
+    """Choose a name for the attempt, and wait until every rank has joined it.
+
+    A rank is told the name again if its process is a new one.
+    """
     attempt, deadline = uuid.uuid4().hex, time.monotonic() + timeout
     missing = list(range(1, size))
     while missing:
         if time.monotonic() > deadline:
             names = ", ".join(map(str, missing))
-            raise TimeoutError(f"nothing was heard from rank {names} within {timeout:g} s")
+            raise TimeoutError(f"no response from rank {names} within {timeout:g} s")
         for rank in missing:
             if store.check([f"kfc/process/{rank}"]):
                 process = store.get(f"kfc/process/{rank}").decode()
-                store.set(f"kfc/invitation/{process}", attempt)
-        missing = [rank for rank in missing if not store.check([f"kfc/accepted/{attempt}/{rank}"])]
+                store.set(f"kfc/attempt-of/{process}", attempt)
+        missing = [rank for rank in missing if not store.check([f"kfc/joined/{attempt}/{rank}"])]
         time.sleep(POLL_SECONDS)
     store.set(f"kfc/complete/{attempt}", "")
     return attempt
 
 
-def _accept(store: Store, rank: int, timeout: float) -> str:
-    """Wait for rank 0's invitation of this process, and until all ranks have accepted."""
+def _join_attempt(store: Store, rank: int, timeout: float) -> str:
+    """Return the name of the attempt from rank 0, once all ranks have joined it."""
     process = uuid.uuid4().hex
     store.set(f"kfc/process/{rank}", process)
     try:
-        attempt = store.get(f"kfc/invitation/{process}").decode()
-        store.set(f"kfc/accepted/{attempt}/{rank}", "")
+        attempt = store.get(f"kfc/attempt-of/{process}").decode()
+        store.set(f"kfc/joined/{attempt}/{rank}", "")
         store.wait([f"kfc/complete/{attempt}"])
     except RuntimeError as error:
         raise TimeoutError(f"not all ranks started within {timeout:g} s; see rank 0") from error
