@@ -151,7 +151,7 @@ ALLOWED = (
     "call.__",  # functools
     "table.",  # rich
     "TEMPLATES.globals",  # jinja2
-    "_refuse_compiled.",
+    "function._torchdynamo_disable",
 )
 
 

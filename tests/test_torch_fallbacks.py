@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import OrderedDict, namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -128,6 +129,133 @@ form(Slope(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 3)))
 assert name in sys.modules
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+class TorchWithoutCallbacks:
+    """``torch`` as the helpers see it without the engine that calls functions after a backward."""
+
+    autograd = SimpleNamespace(Variable=None)
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def without(name: str, monkeypatch) -> None:
+    """Hide a private part of torch from the helpers."""
+    if name == "_execution_engine":  # torch itself needs it
+        monkeypatch.setattr(_helpers, "torch", TorchWithoutCallbacks())
+    elif name == "_pytree":
+        monkeypatch.setattr(_helpers, "_pytree", None)
+    else:
+        monkeypatch.delattr(torch._C, name)
+
+
+@pytest.mark.parametrize(
+    "missing",
+    ["_current_graph_task_id", "_execution_engine", "_will_engine_execute_node", "_pytree"],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_training(missing, nested, monkeypatch):
+    """As with them, for one backward pass in each step."""
+
+    def trained():
+        model = WithNestedOutput() if nested else network()
+        output = (lambda returned: returned["logits"][0]) if nested else None
+        optimizer = kfc.KFC(model, output=output, schedule=kfc.Periods(1, 1), seed=0)
+        inputs = torch.arange(128, dtype=torch.float64).reshape(4, 2, 4, 4).sin()
+        for _ in range(3):
+            optimizer.zero_grad()
+            returned = model(inputs)
+            logits = returned["logits"][0] if nested else returned
+            nn.functional.cross_entropy(logits, torch.tensor([0, 1, 2, 0])).backward()
+            optimizer.step()
+        return list(model.parameters())
+
+    expected = trained()
+    without(missing, monkeypatch)
+    assert_close(trained(), expected, rtol=0, atol=0)
+
+
+class WithNestedOutput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.network = network()
+
+    def forward(self, inputs):
+        return {"logits": (self.network(inputs), "name"), "inputs": [inputs]}
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_numbers_of_backward_passes(private, monkeypatch):
+    if not private:
+        without("_current_graph_task_id", monkeypatch)
+    found = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda derivative: found.append(_helpers.graph_task()))
+    for _ in range(2):
+        x.square().sum().backward()
+    assert len(set(found)) == 2 if private else found == [None, None]
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_actions_after_a_backward_pass(private, monkeypatch):
+    """Without torch's callbacks, they happen at once."""
+    if not private:
+        without("_execution_engine", monkeypatch)
+    events = []
+    x = torch.ones(2, requires_grad=True)
+    y = x.square()
+
+    def hook(derivative):
+        _helpers.after_backward(lambda: events.append("action"))
+        events.append("hook")
+
+    y.register_hook(hook)
+    x.register_hook(lambda derivative: events.append("input"))
+    y.sum().backward()
+    assert events == (["hook", "input", "action"] if private else ["action", "hook", "input"])
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_parameters_that_a_backward_pass_reaches(private, monkeypatch):
+    """Without torch's answer, any backward pass may be one of training."""
+    if not private:
+        without("_will_engine_execute_node", monkeypatch)
+    found = []
+    weight, x = (torch.ones(2, requires_grad=True) for _ in range(2))
+    y = weight * x
+    y.register_hook(lambda derivative: found.append(_helpers.will_reach([weight])))
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    y.sum().backward()
+    assert found == [not private, True]
+
+
+@pytest.mark.parametrize(
+    ("enabled", "expected"), [([True], 0), ([False, True], 1), ([True, True], None), ([], None)]
+)
+def test_scalers_without_a_record_of_their_optimizers(enabled, expected, monkeypatch):
+    scalers = [SimpleNamespace(is_enabled=lambda value=value: value) for value in enabled]
+    monkeypatch.setattr(_helpers, "grad_scalers", lambda: scalers)
+    found = _helpers.scaler_of(object())
+    assert found is (None if expected is None else scalers[expected])
+
+
+def test_containers(monkeypatch):
+    pair = namedtuple("pair", "first second")
+    trees = [1, [], {"a": [1, (2, 3)], "b": pair(4, {"c": 5})}, OrderedDict(x=1, y=[2])]
+    expected = [(_helpers.tree_leaves(t), _helpers.tree_map(lambda x: 10 * x, t)) for t in trees]
+    without("_pytree", monkeypatch)
+    found = [(_helpers.tree_leaves(t), _helpers.tree_map(lambda x: 10 * x, t)) for t in trees]
+    assert found == expected
+    types = [type(tree) for _, tree in found]
+    assert types == [type(tree) for _, tree in expected]
+
+
+def test_views():
+    x = torch.ones(6)
+    assert _helpers.view_base(x.view(2, 3)) is x
+    assert _helpers.view_base(x) is None
+    assert _helpers.view_base(SimpleNamespace()) is None
 
 
 def test_process_groups():

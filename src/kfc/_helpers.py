@@ -5,6 +5,9 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from importlib import import_module
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +15,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -107,6 +112,16 @@ def require_keys(what: str, found: object, expected: Iterable[str]) -> None:
 # Private parts of torch, each with a fallback for versions that lack it
 
 
+def _optional(module: str) -> ModuleType | None:
+    try:
+        return import_module(module)
+    except ImportError:
+        return None
+
+
+_pytree = _optional("torch.utils._pytree")
+
+
 def make_dual(primal: Tensor, tangent: Tensor) -> Tensor:
     """Return a dual tensor at the current level of forward-mode differentiation.
 
@@ -189,6 +204,47 @@ def will_reach(parameters: Iterable[Tensor]) -> bool:
             if reached:
                 return True
     return False
+
+
+def view_base(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that a tensor is a view of; ``None`` if it is no view, or if unknown."""
+    base: Tensor | None = getattr(tensor, "_base", None)
+    return base
+
+
+def outside_of_compiled_graphs(function: Function) -> Function:
+    """Return a function after marking it, so that compiled code breaks its graph to call it.
+
+    This is what ``torch.compiler.disable`` does, without the seconds that importing the compiler
+    takes. Versions of torch that ignore the mark compile the function with its caller.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return the leaves of nested containers, in order."""
+    if _pytree is not None:
+        return list(_pytree.tree_leaves(tree))
+    if not isinstance(tree, (dict, list, tuple)):
+        return [tree]
+    children = tree.values() if isinstance(tree, dict) else tree
+    return [leaf for child in children for leaf in tree_leaves(child)]
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return the same containers with a function applied to their leaves.
+
+    The fallback knows the containers of Python, but not those that others have registered.
+    """
+    if _pytree is not None:
+        return _pytree.tree_map(function, tree)
+    if isinstance(tree, dict):
+        return type(tree)((key, tree_map(function, child)) for key, child in tree.items())
+    if isinstance(tree, (list, tuple)):
+        children = [tree_map(function, child) for child in tree]
+        return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
+    return function(tree)
 
 
 def grad_scalers() -> list[torch.amp.GradScaler]:

@@ -49,6 +49,10 @@ def _running_statistics(
     return norm.running_mean.to(dtype, copy=True), norm.running_var.to(dtype, copy=True)
 
 
+# Dimensions of one example, with its channels.
+UNBATCHED_DIMENSIONS = {nn.InstanceNorm1d: 2, nn.InstanceNorm2d: 3, nn.InstanceNorm3d: 4}
+
+
 class InstanceNormLayer(_ChannelSecond):
     """``nn.InstanceNorm*d``; a single example may come without its batch dimension."""
 
@@ -70,8 +74,11 @@ class InstanceNormLayer(_ChannelSecond):
         return super().channel_rows(self._with_batch(values), examples)
 
     def _with_batch(self, values: Tensor) -> Tensor:
-        unbatched = self.module._get_no_batch_dim()
-        return values.unsqueeze(0) if values.dim() == unbatched else values
+        is_unbatched = any(
+            isinstance(self.module, kind) and values.dim() == dimensions
+            for kind, dimensions in UNBATCHED_DIMENSIONS.items()
+        )
+        return values.unsqueeze(0) if is_unbatched else values
 
 
 class GroupNormLayer(_ChannelSecond):

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from kfc._helpers import tree_leaves
 from kfc.curvature.channels import ChannelCurvature
 from kfc.curvature.description import describe_layers
 from kfc.curvature.kronecker import Factors

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from kfc._helpers import tree_map
 from kfc.fisher.calls import ModelCall
 from kfc.fisher.likelihoods import Weights
 from kfc.fisher.products import ForwardModeError, products_of_call

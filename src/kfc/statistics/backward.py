@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from kfc._helpers import keeps_graph
+from kfc._helpers import keeps_graph, view_base
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.fisher.calls import without_autocast
 from kfc.schedule import now
@@ -223,7 +223,7 @@ def viewed(output: Tensor) -> Tensor:
     Otherwise return the output. In-place operations replace the edge of a view (as the output of a
     linear layer with several leading dimensions is), but not that of the tensor it views.
     """
-    base = output._base
+    base = view_base(output)
     if base is not None and base.requires_grad and base.numel() == output.numel():
         same = base.is_contiguous() and output.is_contiguous()
         if same and base.storage_offset() == output.storage_offset():

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from kfc._helpers import is_transformed
+from kfc._helpers import is_transformed, outside_of_compiled_graphs, tree_leaves
 from kfc.fisher.calls import (
     ModelCall,
     accelerators_of,
@@ -154,17 +153,13 @@ def refuse_hidden_layers(model: nn.Module) -> None:
             )
 
 
+@outside_of_compiled_graphs  # so that the error is raised when the model runs
 def _refuse_compiled() -> None:
     raise RuntimeError(
         "the model was compiled after its kfc optimizer was made: torch.compile hides its layers "
         "from the hooks that gather statistics; train the eager module (a compiled one may "
         "evaluate), or call optimizer.close() first"
     )
-
-
-# The attribute that torch.compiler.disable sets, without the seconds that importing the compiler
-# takes: the call breaks the compiled graph, so that the error is raised when the model runs.
-_refuse_compiled._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _refuse_reentrant_checkpointing(layers: Iterable[str], output: Any) -> None:

@@ -6,13 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map
 
-from kfc._helpers import graph_task
+from kfc._helpers import graph_task, tree_leaves, tree_map
 from kfc.fisher.heads import Output
 from kfc.statistics.backward import viewed
 
-# Receives the derivative of the loss in an output; ``None`` if it cannot be told.
+# Receives the derivative of the loss in an output; ``None`` if unknown.
 OnDerivative = Callable[[Tensor | None], None]
 
 
