@@ -35,7 +35,7 @@ def small_net() -> nn.Sequential:
 def dense_algorithm_1(model, batches, *, lr, momentum, clip, loss_bound=None):
     """Run Algorithm 1 with dense matrices.
 
-    Return (parameters, average, ν, promised decrease / excess) after every step; the last two are
+    Return (parameters, average, ν, predicted decrease / excess) after every step; the last two are
     those before the step was shortened.
     """
     layers = [(0, nn.Sequential(*model[1:])), (4, nn.Identity())]
@@ -88,12 +88,12 @@ def dense_algorithm_1(model, batches, *, lr, momentum, clip, loss_bound=None):
             update = [u / (norm / clip).sqrt() for u in update]
         zeta = math.exp(-1 / TAU)
         steps = [momentum * m + u for m, u in zip(velocity, update, strict=True)]
-        promise = -sum((g * s).sum() for g, s in zip(slopes, steps, strict=True))
-        if loss_bound is not None and promise < 0:
+        decrease = -sum((g * s).sum() for g, s in zip(slopes, steps, strict=True))
+        if loss_bound is not None and decrease < 0:
             steps = update
-            promise = -sum((g * s).sum() for g, s in zip(slopes, steps, strict=True))
+            decrease = -sum((g * s).sum() for g, s in zip(slopes, steps, strict=True))
         objective = loss + 0.5 * LAMBDA * sum(p.square().sum() for p in theta)
-        ratio = (promise / objective).item()
+        ratio = (decrease / objective).item()
         if loss_bound is not None:
             steps = [s * min(1.0, loss_bound / ratio) for s in steps]
             m = torch.cat([s.flatten() for s in steps])

@@ -451,7 +451,7 @@ def test_an_output_made_of_several_has_the_weights_of_the_reduction():
     model, reference = Heads(), Stacked()
     optimizer = make(model, likelihood="categorical", output=lambda out: torch.stack(out, dim=2))
     main, aux = model(x)
-    with pytest.warns(UserWarning, match="cannot be told"):
+    with pytest.warns(UserWarning, match="with respect to the output is unknown"):
         (F.cross_entropy(main, y) + F.cross_entropy(aux, y)).backward()
     expected = make(reference)
     F.cross_entropy(reference(x), torch.stack([y, y], dim=1)).backward()

@@ -355,7 +355,7 @@ def test_caches(known_to):
 
 
 @pytest.mark.parametrize("known_to", KNOWN_TO)
-def test_a_normalisation_layer_that_runs_or_is_thawed_late(known_to):
+def test_a_normalisation_layer_that_runs_or_is_unfrozen_late(known_to):
     class Branches(nn.ModuleList):
         chosen = 0
 

@@ -218,7 +218,7 @@ def test_a_run_is_not_overwritten(run):
 def test_a_run_cannot_be_resumed_to_an_earlier_end(run):
     path, _ = run
     done = kfc_here("train", "--resume", path, "--epochs", "0.5")
-    assert_clear_error(done, 1, "is already beyond that", "epoch 1")
+    assert_clear_error(done, 1, "has already passed the new limit", "epoch 1")
     assert read_record(path).config.epochs == 1
 
 

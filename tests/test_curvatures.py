@@ -365,7 +365,7 @@ def test_a_batch_that_is_not_finite_changes_no_statistics(curvature):
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
-def test_a_thawed_parameter_gets_statistics_of_its_own(curvature):
+def test_a_unfrozen_parameter_gets_statistics_of_its_own(curvature):
     model = digits_net()
     bias = model[6].bias.requires_grad_(False)
     optimizer = kfc.KFC(model, curvature=curvature, schedule=kfc.Periods(3, 3), seed=0)

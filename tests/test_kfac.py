@@ -642,15 +642,15 @@ def test_an_error_in_the_second_evaluation_leaves_everything_as_it_was():
     optimizer.step(closure_of(model, inputs, labels))
 
 
-@pytest.mark.parametrize("thawed", [True, False])
+@pytest.mark.parametrize("unfrozen", [True, False])
 @pytest.mark.parametrize("inverse_period", [1, 10])
 @pytest.mark.parametrize("curvature", CURVATURES)
-def test_training_continues_after_an_error_just_after_thawing_or_freezing(
-    curvature, inverse_period, thawed
+def test_training_continues_after_an_error_just_after_unfreezing_or_freezing(
+    curvature, inverse_period, unfrozen
 ):
     model, inputs, labels = small_problem()
     bias = next(p for n, p in model.named_parameters() if n.endswith("bias"))
-    bias.requires_grad_(not thawed)
+    bias.requires_grad_(not unfrozen)
     optimizer = kfc.KFAC(
         model,
         curvature=curvature,
@@ -660,7 +660,7 @@ def test_training_continues_after_an_error_just_after_thawing_or_freezing(
     )
     for _ in range(3):
         optimizer.step(closure_of(model, inputs, labels))
-    bias.requires_grad_(thawed)
+    bias.requires_grad_(unfrozen)
 
     def failing() -> Tensor:
         if not torch.is_grad_enabled():
@@ -674,7 +674,7 @@ def test_training_continues_after_an_error_just_after_thawing_or_freezing(
     start = bias.detach().clone()
     losses = [optimizer.step(closure_of(model, inputs, labels)).item() for _ in range(3)]
     assert losses[-1] < losses[0]
-    assert torch.equal(start, bias) != thawed
+    assert torch.equal(start, bias) != unfrozen
 
 
 @pytest.mark.parametrize(("scale", "skipped"), [(1e8, 0), (1e13, 1)])

@@ -193,7 +193,7 @@ def test_soft_targets_follow_the_reduction(reduction):
     for parts in (1, 3):
         ratio, described = norm_ratio(Linear(6), batch(), loss_of, parts, likelihood=likelihood)
         assert ratio == pytest.approx(1, rel=1e-7)
-        assert "as the reduction says" in described
+        assert "as given by the reduction" in described
 
 
 def grey_targets(*, with_black: bool) -> Tensor:
@@ -271,7 +271,7 @@ def test_label_smoothing_with_class_weights_is_approximated():
     with pytest.warns(UserWarning, match="because targets are mixtures of classes"):
         ratio, described = norm_ratio(Linear(5), batch(), loss_of)
     assert 0.5 < ratio < 2
-    assert "as the reduction says" in described
+    assert "as given by the reduction" in described
 
 
 @pytest.mark.parametrize("factor", [0.1, 1.0, 10.0])
@@ -648,7 +648,7 @@ def test_many_elements_do_not_agree_by_chance(elements):
     optimizer = kfc.KFC(model, likelihood="bernoulli")
     F.binary_cross_entropy_with_logits(model(inputs), targets).backward()
     optimizer.close()
-    assert "as the reduction says" in optimizer.describe()
+    assert "as given by the reduction" in optimizer.describe()
 
 
 def test_a_first_batch_without_a_loss():

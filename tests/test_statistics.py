@@ -579,7 +579,7 @@ def test_a_layer_gets_statistics_when_it_first_runs():
         assert ("late" in optimizer.factors) == (k >= 2)
 
 
-def test_thawed_parameters_get_statistics_immediately():
+def test_unfrozen_parameters_get_statistics_immediately():
     model, (x, y) = net(), batch()
     model[0].requires_grad_(False)
     model[2].bias.requires_grad_(False)
@@ -626,7 +626,7 @@ def test_auxiliary_outputs_can_be_stacked_as_locations():
     optimizer = kfc.KFC(model, likelihood="categorical", output=lambda out: torch.stack(out, dim=2))
     main, aux = model(torch.randn(4, 3))
     labels = torch.randint(2, (4,))
-    with pytest.warns(UserWarning, match="cannot be told"):
+    with pytest.warns(UserWarning, match="with respect to the output is unknown"):
         (F.cross_entropy(main, labels) + F.cross_entropy(aux, labels)).backward()
     optimizer.step()
     assert set(optimizer.factors) == {"main", "aux"}

@@ -128,11 +128,11 @@ def dense_whitened_adam(model, steps, rotation, loss_bound):
         for p in model.parameters():
             if p.requires_grad and p not in own:
                 update[p] = adam_step(states.setdefault(p, {}), p.grad)
-        promise, factor = LR * sum((p.grad * step).sum() for p, step in update.items()), 1.0
+        decrease, factor = LR * sum((p.grad * step).sum() for p, step in update.items()), 1.0
         if loss_bound is not None:
-            promise *= excess / usual  # with the gradient as it was
-        if loss_bound is not None and abs(promise) > loss_bound * usual:
-            factor = loss_bound * usual / abs(promise)
+            decrease *= excess / usual  # with the gradient as it was
+        if loss_bound is not None and abs(decrease) > loss_bound * usual:
+            factor = loss_bound * usual / abs(decrease)
         with torch.no_grad():
             for p, step in update.items():
                 p.sub_(LR * LAMBDA * p + factor * LR * step)

@@ -251,7 +251,7 @@ def test_a_step_inside_autocast_is_as_precise_as_outside():
     assert_equal(*results)
 
 
-def test_thawed_parameters_are_trained():
+def test_unfrozen_parameters_are_trained():
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     model[0].bias.requires_grad_(False)
     optimizer = kfc.WhitenedAdam(model, schedule=kfc.Periods(5, 5))

@@ -26,7 +26,8 @@ class Stretch:
     Curvature changes fastest at the start. The period is 1 up to step ``2 * pace - 1``, then
     ``step // pace``, so that nothing in use is older than about 1/pace of the run.
 
-    A period that grows by one has a multiple among any ``pace`` steps until it reaches its limit.
+    A period that grows by one is due at least once in every ``pace`` steps until it reaches its
+    limit.
     If the limit is much larger than the pace, let the period double instead.
 
     Args:

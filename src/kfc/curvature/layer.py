@@ -241,7 +241,7 @@ class LayerCurvature(ABC):
         require_keys(f"state of layer {name!r}", saved, LayerState._fields)
         require_keys(f"damping of layer {name!r}", saved["damping"], Damping._fields)
         if tuple(saved["roles"]) != self.trained_roles():
-            return None  # a layer frozen or thawed since; its statistics are not used
+            return None  # a layer frozen or unfrozen since; its statistics are not used
         found = (
             [tuple(tensor.shape) for tensor in saved["running"]],
             {key: tuple(tensor.shape) for key, tensor in saved["inverse"].items()},

@@ -180,7 +180,7 @@ class InverseRefresher:
                 tuple(block["roles"]),
             )
             for name, block in state["blocks"].items()
-            # A layer frozen or thawed since has no use for them.
+            # A layer frozen or unfrozen since has no use for them.
             if name in layers and tuple(block["roles"]) == layers[name].trained_roles()
         }
         self._begin(state["begun"], state["latest"], blocks)

@@ -37,7 +37,7 @@ class Reducer:
     size = 1
     #: Whether only forward passes and the user change the model's buffers.
     owns_buffers = True
-    #: What error messages add to something that all ranks have a part of.
+    #: Suffix of error messages about a quantity that is divided between ranks.
     among_ranks = ""
 
     def __init__(self, *, expects_group: bool = False) -> None:

@@ -175,10 +175,10 @@ class Fit(NamedTuple):
 
         A class that is predicted with certainty has the derivative c (p - 1), whose rounding error
         is that of c: more than what is left. The largest derivative of a batch is about c, unless
-        all classes are predicted with certainty; then the other classes tell c.
+        all classes are predicted with certainty; then c follows from the other classes.
 
         Args:
-            leniently: also accept what may be rounding if only one other class tells c.
+            leniently: also accept what may be rounding if c follows from only one other class.
         """
         g = at_least_float32(self.derivative)
         sizes, sums = g.abs().sum(axis), g.sum(axis).abs()

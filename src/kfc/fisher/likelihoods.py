@@ -8,7 +8,7 @@ Scale. The loss is a sum of terms with weights ``c``, so its Hessian in the outp
 ``R = c · (Fisher matrix of one term)``, block-diagonal over terms. Derivatives of the
 log-likelihood are multiplied by ``sqrt(c · N)``, so that their second moment, averaged over the N
 examples, is R. The weights are read from the loss (``kfc.fisher.reading``) or, if unknown, the
-same for all terms, as the reduction says (``term_weight``).
+same for all terms, as given by the reduction (``term_weight``).
 """
 
 import math
@@ -108,7 +108,7 @@ class Likelihood(ABC):
         self.check_shape(outputs)
 
     def term_weight(self, outputs: Tensor, examples: int | None = None) -> float:
-        """Return the weight of one term in the loss, as the reduction says.
+        """Return the weight of one term in the loss, as given by the reduction.
 
         Args:
             examples: the size of the whole batch, if the outputs belong to a part of it.
@@ -127,7 +127,7 @@ class Likelihood(ABC):
         ``generator``.
 
         Args:
-            weights: c of the terms; by default as the reduction says.
+            weights: c of the terms; by default as given by the reduction.
         """
         sample = self.term_sample(at_least_float32(outputs), generator)
         return self._derivative_scale(outputs, weights) * sample

@@ -37,10 +37,10 @@ class Loss:
     Attributes:
         likelihood: the likelihood; ``None`` until it is chosen.
         reason: why this likelihood was chosen.
-        mode: how weights are found. ``"silent"``: no derivative has told anything yet. ``"terms"``:
-            they are certain, at least for some terms. ``"elements"``: every reading counts, because
-            targets are 0 or 1. ``"largest"``: all are the largest reading. ``"assumed"``: as the
-            reduction says.
+        mode: how weights are found. ``"silent"``: no usable derivative has arrived yet.
+            ``"terms"``: they are certain, at least for some terms. ``"elements"``: every reading
+            counts, because targets are 0 or 1. ``"largest"``: all are the largest reading.
+            ``"assumed"``: as given by the reduction.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Loss:
     def examine(self, outputs: Tensor, derivative: Tensor, step: int) -> None:
         """Choose the likelihood, check that it fits, and decide how weights are read.
 
-        This waits for the device. A derivative that is zero or not finite says nothing.
+        This waits for the device. A derivative that is zero or not finite is ignored.
         """
         size = float(derivative.abs().amax()) if derivative.numel() else 0.0
         if not 0 < size < float("inf"):
@@ -100,7 +100,7 @@ class Loss:
         fit = Fit(outputs, derivative)
         if self.likelihood is None or (self._is_automatic and self._examined_at is None):
             self.likelihood, self.reason, advice = fit.choose()
-            what = "the likelihood cannot be told from the loss"
+            what = "the likelihood cannot be determined from the loss"
         else:
             advice = fit.mismatch(self.likelihood)
             what = f"the loss does not fit {self.likelihood}"
@@ -112,14 +112,14 @@ class Loss:
             self._examined_at = step
 
     def assume(self, outputs: Tensor) -> None:
-        """Choose the likelihood from the outputs alone, because the derivative cannot be told."""
+        """Choose the likelihood from the outputs alone, because the derivative is unknown."""
         if self.likelihood is None:
             self.likelihood = _by_shape(outputs)
             self.reason = "assumed from the shape of the outputs"
         self._report(
-            f"the derivative of the loss in the output cannot be told, so that {self.likelihood} "
-            "with its reduction is assumed; let output= only select or reshape all that the loss "
-            "is computed from"
+            f"the derivative of the loss with respect to the output is unknown, so "
+            f"{self.likelihood} with its own reduction is assumed; make output= return every "
+            "tensor that the loss uses, unchanged or reshaped"
         )
 
     def _decide(self, fit: Fit) -> None:
@@ -133,7 +133,7 @@ class Loss:
         if count or self._smoothed(fit.outputs, fit.derivative)[1]:
             self.mode = "terms"
         elif self.mode == "terms":
-            pass  # a batch of mixtures does not undo what others have told
+            pass  # a batch of mixtures does not discard what earlier batches established
         elif fit.has_two_classes(self.likelihood):
             assumed = self.likelihood.term_weight(fit.outputs)
             self.mode = two_class_mode(fit.precise(reading), assumed, fit.tie)
@@ -173,8 +173,8 @@ class Loss:
         """Return the weights of the terms of one backward pass; does not wait for the device.
 
         Args:
-            derivative: the derivative of the loss; ``None`` if it cannot be told.
-            assumed: the weight of a term, as the reduction and the loss scale say.
+            derivative: the derivative of the loss; ``None`` if unknown.
+            assumed: the weight of a term, as given by the reduction and the loss scale.
         """
         assert self.likelihood is not None
         reading = None if derivative is None else self.likelihood.read(outputs, derivative)
@@ -217,7 +217,7 @@ class Loss:
         output = f"output {self._name!r}: " if self._name else ""
         if self.likelihood is None:
             return f"loss: {output}chosen in the first backward pass"
-        source = "read from the loss" if self.is_read else "as the reduction says"
+        source = "read from the loss" if self.is_read else "as given by the reduction"
         return f"loss: {output}{self.likelihood} ({self.reason}), weights of terms {source}"
 
     # Checkpoints

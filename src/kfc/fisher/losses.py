@@ -64,7 +64,7 @@ class Losses:
     def is_summed(self) -> bool:
         """Whether the weights of terms do not depend on the number of examples in the step.
 
-        So it is if they may be read from the loss. Ranks agree, because it does not depend on data.
+        True if weights may be read from the loss. This does not depend on data, so all ranks agree.
         """
         readable = any(loss.is_readable for loss in self.by_name.values())
         return readable or any(each.reduction == "sum" for each in self.likelihoods.values())
@@ -87,7 +87,7 @@ class Losses:
         to those of the reduction, because factors of the whole loss affect all of them.
 
         Args:
-            derivative: the derivative of the loss in the output; ``None`` if it cannot be told.
+            derivative: the derivative of the loss in the output; ``None`` if unknown.
             examples: the number of examples in the step.
             loss_scale: the loss scale that weights contain.
         """

@@ -3,7 +3,7 @@
 A loss is a sum of terms c ℓ(outputs, target). For softmax outputs with probabilities p the
 derivative of a term is c (p - y), y the target's distribution. A target of one class has y = 0 for
 all the others, so that c is the ratio of derivative to probability there: the same for all of them.
-That the ratios agree makes c certain. Whatever weights a term (the reduction, class weights,
+If the ratios agree, c is certain. Whatever weights a term (the reduction, class weights,
 ``ignore_index``, masks, the number of micro-batches, a loss scale) is part of c.
 """
 

@@ -25,8 +25,8 @@ def find_origin(ranks: Sequence[Sequence[float]]) -> tuple[int, str]:
     """Return the rank on which a run began to diverge, and how; "" if all ranks are alike.
 
     Args:
-        ranks: of each rank its last loss, and the first of the updates whose gradients were not
-            finite there (∞ if they are finite).
+        ranks: for each rank, its last loss and the first update with non-finite gradients (∞ if
+            none).
     """
     began = min(since for _, since in ranks)
     first = [rank for rank, (_, since) in enumerate(ranks) if since == began]

@@ -1,4 +1,6 @@
-"""The loss bound: a step must point downhill, and promise no more than the loss can fall.
+"""The loss bound on the length of a step.
+
+A step must point downhill, and its predicted decrease must not exceed what the loss can fall by.
 
 A confidently wrong example has a large gradient and almost no Fisher matrix, so that neither the
 factors nor the Fisher norm limit the update that it causes. But a loss that is bounded below cannot
@@ -38,7 +40,7 @@ class StepLimits(NamedTuple):
 
 
 class LossBound:
-    """Limits the change of the objective that a step promises.
+    """Limits the predicted change of the objective in a step.
 
     All of it stays on the device: the host does not wait.
 
@@ -75,14 +77,14 @@ class LossBound:
             excess: E of the objective.
         """
         is_uphill = (momentum + update > 0) & (momentum > 0)
-        promise = -torch.where(is_uphill, update, momentum + update)
-        limit = self._share * moved(excess, promise.device).to(promise)
-        # Not so if one of them is NaN, which skips the step anyway.
-        is_exceeded = promise > limit
-        factor = torch.where(is_exceeded, limit / torch.where(is_exceeded, promise, 1), 1.0)
+        decrease = -torch.where(is_uphill, update, momentum + update)
+        limit = self._share * moved(excess, decrease.device).to(decrease)
+        # False if either is NaN; such a step is skipped anyway.
+        is_exceeded = decrease > limit
+        factor = torch.where(is_exceeded, limit / torch.where(is_exceeded, decrease, 1), 1.0)
         self._factor = factor
-        self._bounds = is_exceeded.long() + _here(self._bounds, promise)
-        self._restarts = is_uphill.long() + _here(self._restarts, promise)
+        self._bounds = is_exceeded.long() + _here(self._bounds, decrease)
+        self._restarts = is_uphill.long() + _here(self._restarts, decrease)
         return StepLimits((~is_uphill).to(factor), factor)
 
     def diagnostics(self) -> dict[str, Any]:
@@ -161,7 +163,7 @@ def _parts_of_pass(
             continue
         assert loss.likelihood is not None
         if not loss.is_read:
-            found = [torch.stack(found).sum(0)]  # parts of one loss, as far as can be told
+            found = [torch.stack(found).sum(0)]  # parts of one loss, as far as is known
         for derivative, weights in zip(
             found, collector.weights_by_pass(observation, name), strict=True
         ):

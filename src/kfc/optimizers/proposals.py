@@ -64,7 +64,7 @@ class Proposals:
         self._momentum_bounds = _interval(self._momentum, options.max_momentum, -1)
         self._clip = clip
         self._loss_bound = options.loss_bound
-        self._largest_promise = math.inf
+        self._largest_decrease = math.inf
         self._model_damping = model_damping
         self._factor_damping = factor_damping
 
@@ -73,7 +73,7 @@ class Proposals:
         return self._lr is not None and self._momentum is not None
 
     def bound_loss(self, loss: Tensor, penalty: float) -> None:
-        """Limit the decrease of the objective that the coming update may promise.
+        """Limit the predicted decrease of the objective by the coming update.
 
         Args:
             loss: the loss on the batch.
@@ -81,7 +81,7 @@ class Proposals:
         """
         if self._loss_bound is not None:
             excess = excess_loss(self._engine, loss).item() + penalty
-            self._largest_promise = self._loss_bound * excess
+            self._largest_decrease = self._loss_bound * excess
 
     def propose(
         self, gradient: Vector, previous: Vector, *, choosing: bool, measures: bool
@@ -183,21 +183,21 @@ class Proposals:
     def coefficients(self, model: QuadraticModel) -> list[float]:
         """Return α and μ, the minimum of the damped model within their bounds.
 
-        Both are multiplied by a factor if they promise too much.
+        Both are multiplied by a factor if the predicted decrease is too large.
         """
         found = model.minimiser(self._model_damping.value, self._bounds(model))
         return self._bounded(found, model.slopes.tolist())
 
     def _bounded(self, coefficients: list[float], slopes: Sequence[float]) -> list[float]:
-        """Return coefficients that do not promise more than the loss bound allows.
+        """Return coefficients whose predicted decrease is within the loss bound.
 
         Args:
             slopes: ∇hᵀv of the directions v that are used.
         """
-        promise = -sum(c * slope for c, slope in zip(coefficients, slopes, strict=False))
-        if not promise > self._largest_promise:
+        decrease = -sum(c * slope for c, slope in zip(coefficients, slopes, strict=False))
+        if not decrease > self._largest_decrease:
             return coefficients
-        return [c * self._largest_promise / promise for c in coefficients]
+        return [c * self._largest_decrease / decrease for c in coefficients]
 
     def raise_damping(self) -> bool:
         """Raise λ tenfold if it matters; return whether that was possible."""

@@ -97,8 +97,8 @@ class OutputRotation:
 def _eigenvectors(gram: Tensor) -> Tensor:
     """Return the eigenvectors, those of the largest eigenvalues first.
 
-    In this order, orthogonal iteration leaves to the last columns what the first have not taken;
-    in the other, it would begin with directions that are nothing but rounding errors.
+    Orthogonal iteration orthogonalises later columns against earlier ones, so the largest
+    eigenvectors come first; in ascending order it would start from rounding errors.
     """
     _, basis = eigendecompose(gram)
     assert basis is not None

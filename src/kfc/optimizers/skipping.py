@@ -10,8 +10,8 @@ from torch import Tensor
 class SkippedSteps:
     """Counts skipped steps without waiting for the device in every step.
 
-    If nothing else makes the host wait, only the device notices a bad step: it becomes a step of
-    zero, and a count on the device that is read later.
+    If nothing else makes the host wait, only the device notices a bad step: the update is set to
+    zero, and a counter on the device, read later, is increased.
     """
 
     def __init__(self) -> None:

@@ -173,7 +173,7 @@ class Collector:
     def _wanted(self) -> list[str]:
         if self._due:
             return self._curvature.trained_layers()
-        # A layer that runs for the first time, or was thawed, cannot wait for the next due step.
+        # A layer that runs for the first time, or was unfrozen, cannot wait for the next due step.
         return self._curvature.layers_without_statistics()
 
     def end_pass(self, call: ModelCall, output: Any, recorded: RecordedPass | None) -> None:
@@ -200,7 +200,7 @@ class Collector:
             self._reducer.watch(selected)
 
     def _limit_waiting(self) -> None:
-        """Give up passes that no backward pass has followed for long, as in an evaluation."""
+        """Drop passes that no backward pass has used for a long time, as in an evaluation."""
         unused = [each for each in self._observations if not each.derivatives]
         for each in unused[:-MAX_UNUSED]:
             self._observations.remove(each)
@@ -213,7 +213,7 @@ class Collector:
         """Gather statistics in the user's backward pass, when it begins.
 
         Args:
-            derivative: the derivative of the loss in the output; ``None`` if it cannot be told.
+            derivative: the derivative of the loss in the output; ``None`` if unknown.
         """
         if self._is_gathering or observation not in self._observations:
             return
@@ -346,7 +346,7 @@ class Collector:
         """Return the weights of an output, with the loss scale, for each backward pass."""
         derivatives = observation.derivatives[name]
         if not self.losses.by_name[name].is_read:
-            derivatives = derivatives[:1]  # they have one curvature, as far as can be told
+            derivatives = derivatives[:1]  # they have one curvature, as far as is known
         outputs, examples = observation.outputs[name], count_examples(self.observations)
         return [
             self.losses.weights(name, outputs, derivative, examples, self.loss_scale)

@@ -17,8 +17,8 @@ class Observation:
         call: the forward pass.
         outputs: the outputs by name, as they were before the loss was computed.
         derivatives: the derivatives of the loss in the outputs, one per backward pass; ``None`` if
-            it cannot be told.
-        was_dropped: whether statistics were wanted, but the graph was given up.
+            unknown.
+        was_dropped: whether statistics were wanted, but the graph was released.
         is_complete: whether a backward pass came to its end.
         recorded: the calls of the layers; ``None`` if they are not needed, or no longer.
         edges: where the derivatives arrive, and the shape that they have there.
@@ -49,12 +49,12 @@ class Observation:
         self.is_complete = True
 
     def forget_graph(self) -> None:
-        """Let go of the graph; no statistics can be gathered from this pass any more."""
+        """Release the graph; no statistics can be gathered from this pass any more."""
         self.recorded = None
         self.edges = {}
 
     def drop_graph(self) -> None:
-        """Let go of the graph although statistics were wanted."""
+        """Release the graph although statistics were wanted."""
         self.forget_graph()
         self.was_dropped = True
 

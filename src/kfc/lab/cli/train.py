@@ -153,7 +153,7 @@ def _plan_to_continue(path: Path, limits: list[Any], launch: Launch) -> Plan:
     rows = record.evaluations
     if not launch.restarted and rows and config.fraction_done(last := rows[-1]) > 1:
         position = f"epoch {last['epoch']:.4g}, update {last['update']}, {last['seconds']:.1f} s"
-        raise RunError(f"{path} is already beyond that: at {position}")
+        raise RunError(f"{path} has already passed the new limit: it is at {position}")
     folder.set_config(config)
     return Plan(path, config, folder, restarted=launch.restarted)
 
