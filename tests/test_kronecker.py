@@ -169,3 +169,11 @@ def test_eigendecomposition_retries_in_float64_if_it_does_not_converge(monkeypat
     values, basis = eigendecompose(factor)
     assert calls == [torch.float32, torch.float64]
     torch.testing.assert_close((basis * values.unsqueeze(-2)) @ basis.mT, factor)
+
+
+@pytest.mark.parametrize("kind", [FactoredInverse, EigenInverse])
+@pytest.mark.parametrize("method", ["whiten", "unwhiten"])
+def test_inverses_of_kronecker_products_have_no_root(kind, method):
+    inverse = kind.of(Factors(random_factor(1, 3), random_factor(1, 2)), 0.1)
+    with pytest.raises(NotImplementedError, match=f"{kind.__name__} has no root"):
+        getattr(inverse, method)(torch.zeros(1, 2, 3, dtype=DOUBLE))
