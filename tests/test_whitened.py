@@ -61,9 +61,8 @@ def root_of(omega):
 
 
 def adam_step(state, gradient, rotation=None, step=0):
-    """Return Adam's step; with a rotation period, v is kept in the eigenbasis of the outputs."""
+    """Return the normalised gradient; with a rotation period, in a basis of the outputs."""
     state["t"] = state.get("t", 0) + 1
-    state["m"] = BETAS[0] * state.get("m", 0) + (1 - BETAS[0]) * gradient
     interval = rotation // 2 if rotation is not None and rotation % 2 == 0 else rotation
     if rotation is not None and (step == 1 or step % interval == 0):
         decay = 0.95**interval
@@ -74,12 +73,35 @@ def adam_step(state, gradient, rotation=None, step=0):
             state["U"] = torch.linalg.qr(state["L"] @ state["U"])[0]
     rotated = gradient if rotation is None else state["U"].mT @ gradient
     state["v"] = BETAS[1] * state.get("v", 0) + (1 - BETAS[1]) * rotated**2
-    mean, square = (
-        state[key] / (1 - beta ** state["t"]) for key, beta in zip("mv", BETAS, strict=True)
-    )
-    if rotation is None:
-        return mean / (square.sqrt() + EPS)
-    return state["U"] @ ((state["U"].mT @ mean) / (square.sqrt() + EPS))
+    step = rotated / ((state["v"] / (1 - BETAS[1] ** state["t"])).sqrt() + EPS)
+    return step if rotation is None else state["U"] @ step
+
+
+class Iterates:
+    """Schedule-free averaging by its definition: x is the mean of all z with the weights t³."""
+
+    def __init__(self, parameters, betas=BETAS):
+        self.z = {p: p.detach().clone() for p in parameters}
+        self.weighted = {p: torch.zeros_like(p) for p in self.z}
+        self.beta, self.t, self.weights = betas[0], 0, 0.0
+
+    def share_at_once(self):
+        """Return how far the parameters move in this update if z moves by 1."""
+        weight = (self.t + 1) ** 3
+        return 1 - self.beta + self.beta * weight / (self.weights + weight)
+
+    def warm_up(self):
+        return min(1.0, (self.t + 1) / 20)
+
+    @torch.no_grad()
+    def move(self, steps):
+        """Add steps to z, by parameter, and set the parameters."""
+        self.t += 1
+        self.weights += self.t**3
+        for p, step in steps.items():
+            self.z[p] = self.z[p] + step
+            self.weighted[p] = self.weighted[p] + self.t**3 * self.z[p]
+            p.copy_(self.beta * self.weighted[p] / self.weights + (1 - self.beta) * self.z[p])
 
 
 def dense_whitened_adam(model, steps, rotation, loss_bound):
@@ -91,6 +113,7 @@ def dense_whitened_adam(model, steps, rotation, loss_bound):
         loss_bound: κ, or ``None``.
     """
     calls, omega, roots, states, history, mean = [], {}, {}, {}, [], None
+    iterates = Iterates([p for p in model.parameters() if p.requires_grad])
     layers = [module for module in model.modules() if isinstance(module, WHITENED)]
     for layer in layers:
         layer.register_forward_hook(lambda m, args, _: calls.append((m, args[0].detach())))
@@ -128,14 +151,14 @@ def dense_whitened_adam(model, steps, rotation, loss_bound):
         for p in model.parameters():
             if p.requires_grad and p not in own:
                 update[p] = adam_step(states.setdefault(p, {}), p.grad)
-        decrease, factor = LR * sum((p.grad * step).sum() for p, step in update.items()), 1.0
+        rate = LR * iterates.warm_up()
+        change = rate * sum((p.grad * step).sum() for p, step in update.items())
+        change, factor = change.abs() * iterates.share_at_once(), 1.0
         if loss_bound is not None:
-            decrease *= excess / usual  # with the gradient as it was
-        if loss_bound is not None and abs(decrease) > loss_bound * usual:
-            factor = loss_bound * usual / abs(decrease)
-        with torch.no_grad():
-            for p, step in update.items():
-                p.sub_(LR * LAMBDA * p + factor * LR * step)
+            change *= excess / usual  # with the gradient as it was
+        if loss_bound is not None and change > loss_bound * usual:
+            factor = loss_bound * usual / change
+        iterates.move({p: -LR * LAMBDA * p - factor * rate * step for p, step in update.items()})
         history.append([p.detach().clone() for p in model.parameters()])
     return history
 
@@ -209,7 +232,7 @@ def batches(*sizes, steps=8):
 
 @pytest.mark.parametrize(
     ("sizes", "rotation", "loss_bound"),
-    [((6,), None, None), ((4, 2), None, 0.02), ((6,), 4, 0.02)],
+    [((6,), None, None), ((4, 2), None, 0.005), ((6,), 4, 0.005)],
     ids=["one pass", "micro-batches, bounded", "rotated, bounded"],
 )
 @pytest.mark.parametrize("name", NETWORKS)
@@ -224,17 +247,32 @@ def test_eight_steps_equal_the_dense_transcription(name, sizes, rotation, loss_b
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
 
 
-def test_without_layers_it_is_adamw():
+def schedule_free_adam(model, lr, betas, weight_decay=0.0, eps=1e-8):
+    """Return a function that makes one step of schedule-free Adam."""
+    iterates, squares = Iterates(model.parameters(), betas), {}
+
+    def step():
+        rate, steps = lr * iterates.warm_up(), {}
+        for p in model.parameters():
+            squares[p] = betas[1] * squares.get(p, 0) + (1 - betas[1]) * p.grad**2
+            deviation = (squares[p] / (1 - betas[1] ** (iterates.t + 1))).sqrt() + eps
+            steps[p] = -rate * p.grad / deviation - lr * weight_decay * p.detach()
+        iterates.move(steps)
+
+    return step
+
+
+def test_without_layers_it_is_schedule_free_adam():
     """Normalisation layers and other parameters have no Ω."""
     mine, theirs = (nn.Sequential(nn.LayerNorm([2, 5, 5]), nn.PReLU()) for _ in range(2))
-    steps = [passes[0] for passes in batches(5)]
+    steps = [passes[0] for passes in batches(5, steps=30)]
     one = kfc.WhitenedAdam(mine, weight_decay=0.1)
-    other = torch.optim.AdamW(theirs.parameters(), 0.02, (0.9, 0.99), weight_decay=0.1)
+    other = schedule_free_adam(theirs, 0.015, (0.8, 0.99), weight_decay=0.1)
     for x, _ in steps:
-        for model, optimizer in ((mine, one), (theirs, other)):
-            optimizer.zero_grad()
+        for model, step in ((mine, one.step), (theirs, other)):
+            model.zero_grad()
             model(x).square().flatten(1).sum(1).sin().mean().backward()
-            optimizer.step()
+            step()
     torch.testing.assert_close(list(mine.parameters()), list(theirs.parameters()))
 
 
@@ -253,7 +291,7 @@ def test_a_wide_factor_is_diagonal():
     white = gradient.sign()  # the first step of Adam
     step = white / (omega + DAMPING * omega.mean()).sqrt()
     after = matrix_of(model, {"weight": model.weight.detach(), "bias": model.bias.detach()})
-    expected = before - 0.1 * step * white.norm() / step.norm()
+    expected = before - 0.1 / 20 * step * white.norm() / step.norm()  # the first of 20 steps
     torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -405,17 +443,17 @@ def test_adam_is_invariant_to_shifts_and_scales_of_inputs():
     assert not torch.allclose(changes["general"], expected, rtol=0.1)
 
 
-def test_with_large_damping_it_is_adam():
-    """The root is then a multiple of the identity, which Adam and the norm ignore."""
+def test_with_large_damping_it_is_schedule_free_adam():
+    """The root is then a multiple of the identity, which the moments and the norm ignore."""
     one, other = nn.Linear(5, 3), nn.Linear(5, 3)
     other.load_state_dict(one.state_dict())
     schedule = kfc.Periods(100, 100)
     mine = kfc.WhitenedAdam(one, damping=1e14, eps=0.0, schedule=schedule, rotation_period=None)
-    adam = torch.optim.Adam(other.parameters(), 0.02, (0.9, 0.99), eps=0.0)
+    adam = schedule_free_adam(other, 0.015, (0.8, 0.99), eps=0.0)
     for _ in range(6):
         x, y = torch.randn(8, 5), torch.randint(3, (8,))
-        for model, optimizer in ((one, mine), (other, adam)):
-            optimizer.zero_grad()
+        for model, step in ((one, mine.step), (other, adam)):
+            model.zero_grad()
             F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            step()
     torch.testing.assert_close(list(one.parameters()), list(other.parameters()))

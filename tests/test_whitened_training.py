@@ -381,7 +381,7 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path, asynchronous):
 def test_states_of_other_optimizers_are_refused():
     model = net()
     optimizer, other = kfc.WhitenedAdam(model), kfc.KFC(copy.deepcopy(model))
-    with pytest.raises(ValueError, match="betas"):
+    with pytest.raises(ValueError, match="iterates"):
         optimizer.load_state_dict(other.state_dict())
     with pytest.raises(ValueError, match="clip"):
         other.load_state_dict(optimizer.state_dict())
@@ -468,4 +468,44 @@ def test_a_basis_of_another_shape_is_refused():
     state = optimizer.state_dict()
     state["state"][0] = {**state["state"][0], "basis": torch.zeros(1, 3, 3)}
     with pytest.raises(ValueError, match=r"basis: \[1, 3, 3\] in the state dict, \[1, 4, 4\] here"):
+        optimizer.load_state_dict(state)
+
+
+# Schedule-free averaging
+
+
+def test_parameters_lie_between_the_average_and_the_last_point():
+    """With β₁ = 0 they are the last point; with β₁ > 0 a share of each step comes later."""
+    data = [batch() for _ in range(6)]
+    ends = {}
+    for beta in (0.0, 0.8):
+        torch.manual_seed(0)
+        model = net()
+        optimizer = kfc.WhitenedAdam(model, betas=(beta, 0.99))
+        train(model, optimizer, data)
+        states = [optimizer.state[p]["fast"] for p in model.parameters()]
+        distances = [(p - z).norm() for p, z in zip(model.parameters(), states, strict=True)]
+        ends[beta] = torch.stack(distances).norm().item()
+    assert ends[0.0] < 1e-6 < ends[0.8]
+
+
+def test_a_frozen_parameter_keeps_its_place():
+    """Its average does not pull it on while it has no gradient."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = kfc.WhitenedAdam(model)
+    data = [(torch.randn(8, 6), torch.randint(3, (8,))) for _ in range(5)]
+    train(model, optimizer, data[:3])
+    model[0].requires_grad_(False)
+    before = model[0].weight.detach().clone()
+    train(model, optimizer, data[3:])
+    assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("updates", [-1.0, float("nan"), "3"])
+def test_a_bad_count_of_updates_is_refused(updates):
+    model = net()
+    optimizer = kfc.WhitenedAdam(model)
+    train(model, optimizer, [batch()])
+    state = {**optimizer.state_dict(), "iterates": {"updates": updates}}
+    with pytest.raises(ValueError, match="updates must be"):
         optimizer.load_state_dict(state)

@@ -252,7 +252,9 @@ class WhitenedAdamOptions(RefreshOptions):
     """Options of ``kfc.WhitenedAdam``."""
 
     lr, batch_size, periods = default_of(WhitenedAdam, "lr"), 128, PERIODS["whitened-adam"]
-    beta1: float = option(default_of(WhitenedAdam, "betas")[0], "Decay of the mean of gradients")
+    beta1: float = option(
+        default_of(WhitenedAdam, "betas")[0], "Weight of the running average in the parameters"
+    )
     beta2: float = option(
         default_of(WhitenedAdam, "betas")[1], "Decay of the mean of squared gradients"
     )

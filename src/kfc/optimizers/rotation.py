@@ -15,7 +15,6 @@ from torch import Tensor
 from kfc._helpers import moved
 from kfc.curvature.kronecker import eigendecompose
 from kfc.layers import MatrixLayer, Plan
-from kfc.optimizers.adam import MEAN
 
 # The parts of a weight's state: the moving average of G' G'ᵀ, and U.
 GRAM, BASIS = "gram", "basis"
@@ -53,8 +52,6 @@ class OutputRotation:
 
     def update_(self, gradients: Vector, states: States, step: int, bad: Tensor | None) -> None:
         """Average in whitened gradients and refresh the bases, if this is due at the step.
-
-        The first moments are rotated to the new bases.
 
         Args:
             bad: a boolean scalar; if true, nothing changes. ``None``: the step is known to be good.
@@ -106,10 +103,8 @@ def _eigenvectors(gram: Tensor) -> Tensor:
 
 
 def _refresh_(state: dict[str, Any], bad: Tensor | None) -> None:
-    """Make one step of orthogonal iteration towards the eigenvectors, and rotate the mean."""
+    """Make one step of orthogonal iteration towards the eigenvectors."""
     gram = state[GRAM]
-    old, mean = state[BASIS].to(gram), state[MEAN]
+    old = state[BASIS].to(gram)
     new: Tensor = torch.linalg.qr(gram @ old)[0]
-    rotated = new.to(mean).mT @ (old.to(mean) @ mean)
     state[BASIS] = new if bad is None else torch.where(bad, old, new)
-    state[MEAN] = rotated if bad is None else torch.where(bad, mean, rotated)

@@ -1,4 +1,4 @@
-"""Adam in coordinates in which the inputs of every layer are white."""
+"""Schedule-free Adam in coordinates in which the inputs of every layer are white."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,12 +12,13 @@ from kfc.curvature.options import Decay, Whitening
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.layers import MatrixLayer
-from kfc.optimizers.adam import MEAN, SQUARE, STEP, kept_share, normalise_, update_means_
+from kfc.optimizers.adam import SQUARE, STEP, normalise_
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.bound import LossBound, excess_loss, inner_product
 from kfc.optimizers.engine import Engine, check_version
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.rotation import BASIS, GRAM, OutputRotation
+from kfc.optimizers.schedule_free import ScheduleFree
 from kfc.schedule import Budget, Periods, Stretch
 
 Vector = dict[str, Tensor]
@@ -27,13 +28,18 @@ PERIODS = Periods(Stretch(64, pace=1, doubling=True), Stretch(64, pace=1, doubli
 
 
 class WhitenedAdam(CurvatureOptimizer):
-    """Adam in input-whitened coordinates, as a drop-in optimizer.
+    """Schedule-free Adam in input-whitened coordinates, as a drop-in optimizer.
 
     The gradient G of a linear or convolutional layer is multiplied by L⁻ᵀ, where L Lᵀ = Ω + δ I is
     the Cholesky decomposition of the damped second moment of the layer's inputs (of its patches,
-    with a 1 for the bias). Adam makes a step from the result, with second moments in the eigenbasis
-    of the layer's outputs. The step is multiplied by L⁻¹ and scaled to the norm that it had before.
-    Ω comes from forward passes alone. All other parameters are updated by Adam.
+    with a 1 for the bias). The result is divided by the root of its second moments, as in Adam, in
+    the eigenbasis of the layer's outputs. This step is multiplied by L⁻¹ and scaled to the norm
+    that it had before. Ω comes from forward passes alone. All other parameters are updated by Adam
+    in their own coordinates.
+
+    Schedule-free averaging takes the place of momentum and of a falling learning rate: the
+    parameters stay close to a running average of the points that the steps lead to. The learning
+    rate rises over the first 20 steps and is constant after that.
 
     >>> optimizer = kfc.WhitenedAdam(model)
     >>> for images, labels in loader:
@@ -43,10 +49,9 @@ class WhitenedAdam(CurvatureOptimizer):
 
     Args:
         model: the network; its layers are found by type (see ``describe()``).
-        lr: the learning rate. As in Adam, an entry of the parameters changes by about ``lr`` in
-            each step.
-        betas: β₁ and β₂, the weights of the old values in the moving averages of whitened gradients
-            and of their squares.
+        lr: the learning rate. As in Adam, the entries of a step have a size of about ``lr``.
+        betas: β₁, the weight of the running average in the parameters, and β₂, the weight of the
+            old value in the moving average of squared gradients.
         eps: ε, added to the root of the second moments.
         weight_decay: λ, decoupled as in ``torch.optim.AdamW``: θ ← θ - lr λ θ.
         damping: δ as a fraction of Ω's mean eigenvalue. A layer has the damping, the betas and the
@@ -56,10 +61,10 @@ class WhitenedAdam(CurvatureOptimizer):
         likelihood: what the outputs parametrise, as in ``kfc.KFC``; only the loss bound needs it.
         output: selects the tensor of outputs from what the model returns, if that is not a tensor.
             Its first dimension is that of the examples.
-        loss_bound: κ. To first order, no step may change the loss on the batch by more than κ times
-            its excess, the loss minus the least it could be; longer steps are shortened. A batch
-            whose excess is more than twice the running mean counts less. If the loss fits no
-            likelihood, there is no bound. ``None``: no bound.
+        loss_bound: κ. To first order, what a step changes at once may change the loss on the batch
+            by at most κ times its excess, the loss minus the least it could be; longer steps are
+            shortened. A batch whose excess is more than twice the running mean counts less. If the
+            loss fits no likelihood, there is no bound. ``None``: no bound.
         rotation_period: the number of steps between refreshes of the eigenbases of the outputs;
             ``None``: second moments are kept in whitened coordinates, without a rotation.
         factor_decay: ξ, the weight of the old value in the moving average of Ω, at each update of
@@ -73,9 +78,9 @@ class WhitenedAdam(CurvatureOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float = 0.02,
+        lr: float = 0.015,
         *,
-        betas: tuple[float, float] = (0.9, 0.99),
+        betas: tuple[float, float] = (0.8, 0.99),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         damping: float = 0.3,
@@ -83,7 +88,7 @@ class WhitenedAdam(CurvatureOptimizer):
         groups: Sequence[Mapping[str, Any]] | None = None,
         likelihood: LikelihoodChoice = "auto",
         output: Output | None = None,
-        loss_bound: float | None = 0.1,
+        loss_bound: float | None = 0.4,
         rotation_period: int | None = 10,
         factor_decay: Decay = 0.8,
         max_factor_size: int = 8192,
@@ -118,6 +123,7 @@ class WhitenedAdam(CurvatureOptimizer):
         super().__init__(engine, defaults, groups, averaging_timescale)
         self._parameters = {name: parameter for parameter, name in self._names.items()}
         self._bound = None if loss_bound is None else LossBound(loss_bound)
+        self._iterates = ScheduleFree()
         self._rotation = None
         if rotation_period is not None:
             self._rotation = OutputRotation(engine.plan, rotation_period, max_factor_size)
@@ -143,13 +149,13 @@ class WhitenedAdam(CurvatureOptimizer):
             excess = self._excess(loss)  # E of the loss, and ω = min(1, 2Ē/E)
             white = self._whitened(gradients)  # G' = G L⁻ᵀ
             self._weight_outliers_(white, excess)  # G' ← ω G'
-            steps = self._adam_steps(white)  # Δ' = m̂ / (√v̂ + ε), with the moments of G'
+            steps = self._adam_steps(white)  # Δ' = G' / (√v̂ + ε), with the second moments of G'
             update = self._mapped_back(steps, gradients)  # Δ = Δ' L⁻¹, norm of Δ'
             self._times_learning_rate_(update)  # v = -lr Δ
-            self._bound_loss_(update, gradients, excess)  # |∇ᵀv| ≤ κ min(E, 2Ē)
+            self._shorten_(update, gradients, excess)  # s |∇ᵀv| ≤ κ min(E, 2Ē), s = 1 - β₁ + β₁c
         with self.engine.schedule.timed("update"):
             self._start_averages()  # θ̄ begins at θ₀
-            self._move_(update, self.engine.in_doubt)  # θ ← (1 - lr λ) θ + v
+            self._move_(update, self.engine.in_doubt)  # z ← z + v - lr λ θ; θ = β₁ x + (1 - β₁) z
         self._update_averages(self.engine.in_doubt)  # θ̄ ← ζθ̄ + (1 - ζ)θ, ζ = exp(-1/τ)
         self.engine.end_step()
         return loss
@@ -191,10 +197,10 @@ class WhitenedAdam(CurvatureOptimizer):
         return geometry
 
     def _adam_steps(self, gradients: Vector) -> Vector:
-        """Return Adam's steps Δ' from whitened gradients G', and update the moments.
+        """Return normalised steps Δ' from whitened gradients G', and update the second moments.
 
-        Both moments are those of the rotated Uᵀ G'. The second moments remain as they are when the
-        coordinates change.
+        These are the moments of the rotated Uᵀ G'. They remain as they are when the coordinates
+        change.
         """
         rotation, engine = self._rotation, self.engine
         states_by_name = {name: self.state[self._parameters[name]] for name in gradients}
@@ -203,10 +209,9 @@ class WhitenedAdam(CurvatureOptimizer):
             gradients = rotation.rotated(gradients, states_by_name)
         steps: Vector = {}
         for group, names, states, bad in self._states_by_group(gradients):
-            values, betas = [gradients[name] for name in names], group["betas"]
-            means = update_means_(values, states, betas[0], bad)
-            normalise_(means, values, states, betas[1], float(group["eps"]), bad)
-            steps.update(zip(names, means, strict=True))
+            values = [gradients[name] for name in names]
+            normalise_(values, states, float(group["betas"][1]), float(group["eps"]), bad)
+            steps.update(zip(names, values, strict=True))
         return steps if rotation is None else rotation.rotated_back(steps, states_by_name)
 
     def _states_by_group(
@@ -261,25 +266,29 @@ class WhitenedAdam(CurvatureOptimizer):
             found, usual = excess
             self._scale_(gradients, torch.where(found > usual, usual / found, 1.0))
 
-    def _bound_loss_(
+    def _shorten_(
         self, update: Vector, gradients: Vector, excess: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Shorten the update v, in place, if |∇ᵀv| is more than the loss bound.
+        """Multiply the update v by the warm-up factor, and by less if the loss bound demands it.
 
-        Moments remember other batches, so that v may also lead uphill.
+        The bound holds for the change of the parameters that v makes at once.
         """
-        if self._bound is None or excess is None or not update:
-            return
-        slope = torch.zeros_like(excess[1])
-        for _, _, names in self._by_group(update):
-            values = [update[name] for name in names]
-            own = inner_product([gradients[name] for name in names], values)
-            slope = slope + moved(own, slope.device)
-        limits = self._bound.limit(torch.zeros_like(slope), -slope.abs(), excess[1])
-        self._scale_(update, limits.step)
+        iterates, device = self._iterates, self.engine.device
+        factor = iterates.warm_up(device)
+        if self._bound is not None and excess is not None and update:
+            slope = torch.zeros_like(excess[1])
+            for group, _, names in self._by_group(update):
+                values = [update[name] for name in names]
+                own = inner_product([gradients[name] for name in names], values)
+                share = iterates.share_at_once(float(group["betas"][0]), device)
+                slope = slope + share * moved(own, slope.device)
+            predicted = factor * slope
+            limits = self._bound.limit(torch.zeros_like(slope), -predicted.abs(), excess[1])
+            factor = factor * limits.step
+        self._scale_(update, factor)
 
     def _move_(self, update: Vector, bad: Tensor | None) -> None:
-        """Decay the parameters and add the update.
+        """Add the update, and weight decay, to z, and move the parameters.
 
         Args:
             bad: a boolean scalar; if true, the parameters stay as they are. ``None``: the step is
@@ -288,13 +297,12 @@ class WhitenedAdam(CurvatureOptimizer):
         for group, parameters, names in self._by_group(update):
             steps = [update[name] for name in names]
             here = None if bad is None else moved(bad, steps[0].device)
-            if here is not None:
-                for step in steps:
-                    step.masked_fill_(here, 0)
             if group["weight_decay"]:
-                share = 1 - float(group["lr"]) * float(group["weight_decay"])
-                torch._foreach_mul_(parameters, kept_share(share, steps, here))
-            torch._foreach_add_(parameters, steps)
+                decay = float(group["lr"]) * float(group["weight_decay"])
+                torch._foreach_add_(steps, parameters, alpha=-decay)
+            states = [self.state[parameter] for parameter in parameters]
+            self._iterates.move_(parameters, states, steps, float(group["betas"][0]), here)
+        self._iterates.count_(bad)
 
     # What users see
 
@@ -306,11 +314,11 @@ class WhitenedAdam(CurvatureOptimizer):
     def _state_shape(self, name: str, part: str, shape: list[int]) -> list[int]:
         if part == STEP:
             return []
-        if name not in self.engine.plan.layer_of or part not in (MEAN, SQUARE, GRAM, BASIS):
+        if name not in self.engine.plan.layer_of or part not in (SQUARE, GRAM, BASIS):
             return shape
         geometry = self._geometry(self.engine.plan.layer_of[name][0])
         columns, rows = geometry.factor_sizes()
-        return [geometry.groups, rows, columns if part in (MEAN, SQUARE) else rows]
+        return [geometry.groups, rows, columns if part == SQUARE else rows]
 
     @property
     def step_diagnostics(self) -> dict[str, Any]:
@@ -325,15 +333,18 @@ class WhitenedAdam(CurvatureOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         bound = None if self._bound is None else self._bound.state_dict()
-        return {**super().state_dict(), "loss_bound": bound}
+        own = {"loss_bound": bound, "iterates": self._iterates.state_dict()}
+        return {**super().state_dict(), **own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         check_version(state_dict)
-        require_keys("optimizer state", state_dict, ("loss_bound",))
+        require_keys("optimizer state", state_dict, ("loss_bound", "iterates"))
+        self._iterates.check_state(state_dict["iterates"])
         saved = state_dict["loss_bound"]
         if self._bound is not None and saved is not None:
             self._bound.check_state(saved)
         super().load_state_dict(state_dict)
+        self._iterates.load_state_dict(state_dict["iterates"])
         if self._bound is not None and saved is not None:
             self._bound.load_state_dict(saved)
 

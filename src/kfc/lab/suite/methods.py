@@ -120,6 +120,6 @@ _ALL = (
     Method("Muon", _muon, 0.02, 0.05),
     Method("KFC", _of_kfc("KFC"), 2e-3, 5e-4, ours=True),
     Method("KFAC", _kfac, 1e-2, 5e-4, scaled="initial_model_damping", adapts=True, ours=True),
-    Method("WhitenedAdam", _of_kfc("WhitenedAdam"), 0.02, 0.05, ours=True),
+    Method("WhitenedAdam", _of_kfc("WhitenedAdam"), 0.015, 0.05, ours=True),
 )
 METHODS: Mapping[str, Method] = {method.name: method for method in _ALL}
