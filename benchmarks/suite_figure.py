@@ -1,0 +1,167 @@
+"""Merge results of `kfc compare suite` that have different workloads; write tables and a figure.
+
+python benchmarks/suite_figure.py runs/one/results.json runs/two/results.json \
+    --json docs/results/suite-untuned.json --svg docs/pictures/suite.svg
+python benchmarks/suite_figure.py docs/results/suite-untuned.json
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from kfc.lab.suite.scoring import (
+    bounded_ratios,
+    geometric_mean,
+    median_time,
+    of_method,
+    ratios_to_best,
+    score,
+)
+
+COLOURS = (
+    "#4269d0",
+    "#97bbf5",
+    "#efb118",
+    "#3ca951",
+    "#9c6b4e",
+    "#e4002b",
+    "#a463f2",
+    "#888",
+    "#222",
+)
+LARGEST = 8.0  # ratio at the right end of the axis
+LEFT, TOP, WIDTH, ROW = 210, 50, 500, 34
+Results = dict[str, Any]
+
+
+def merged(paths: list[Path]) -> Results:
+    """Return the settings, workloads and runs of all files, without machine names."""
+    parts = [json.loads(path.read_text()) for path in paths]
+    workloads = {name: each for part in parts for name, each in part["workloads"].items()}
+    runs = [run for part in parts for run in part["runs"]]
+    for run in runs:
+        run["curve"] = [[float(f"{x:.4g}") for x in point] for point in run["curve"]]
+    settings = {key: parts[0]["settings"][key] for key in ("methods", "rulings", "threads")}
+    return {"settings": settings, "workloads": workloads, "runs": runs}
+
+
+def times_of(results: Results) -> dict[str, dict[str, float]]:
+    """Return the median over seeds of the seconds to the target, by workload and method."""
+    times: dict[str, dict[str, float]] = {}
+    for workload in results["workloads"]:
+        times[workload] = {}
+        for method in results["settings"]["methods"]:
+            by_seed: dict[int, float] = {}
+            for run in results["runs"]:
+                if run["workload"] == workload and run["method"] == method:
+                    seconds = run["seconds_to_target"]
+                    value = math.inf if seconds is None else seconds
+                    by_seed[run["seed"]] = min(value, by_seed.get(run["seed"], math.inf))
+            if by_seed:
+                times[workload][method] = median_time(list(by_seed.values()))
+    return times
+
+
+def tables(results: Results) -> str:
+    """Return Markdown tables of times and of scores."""
+    times, workloads = times_of(results), results["workloads"]
+    methods = results["settings"]["methods"]
+    lines = [f"| workload | target | {' | '.join(methods)} |", "|---" * (2 + len(methods)) + "|"]
+    for name, row in times.items():
+        limit, best = workloads[name]["limit_seconds"], min(row.values())
+        cells = [_cell(row[m], best, min(limit, 4 * best)) for m in methods]
+        lines.append(f"| `{name}` | {workloads[name]['goal']} | {' | '.join(cells)} |")
+    limits = {name: each["limit_seconds"] for name, each in workloads.items()}
+    ratios, bounded = ratios_to_best(times), bounded_ratios(times, limits)
+    lines += [
+        "",
+        "| method | score | geometric mean of ratios | targets reached |",
+        "|---|---|---|---|",
+    ]
+    for method in sorted(methods, key=lambda m: -score(of_method(ratios, m))):
+        own = of_method(ratios, method)
+        reached = sum(map(math.isfinite, own))
+        bound = "" if reached == len(own) else "≥ "
+        mean = geometric_mean(of_method(bounded, method))
+        lines.append(
+            f"| {method} | {score(own):.3f} | {bound}{mean:.2f} | {reached} of {len(own)} |"
+        )
+    return "\n".join(lines)
+
+
+def _cell(seconds: float, best: float, limit: float) -> str:
+    if math.isinf(seconds):
+        return f"> {limit:.3g}"
+    return f"**{seconds:.3g}**" if seconds == best else f"{seconds:.3g}"
+
+
+def figure(results: Results) -> str:
+    """Return an SVG: for every workload, the methods' times relative to the fastest."""
+    methods, workloads = results["settings"]["methods"], results["workloads"]
+    ratios = ratios_to_best(times_of(results))
+    height = TOP + ROW * len(ratios) + 60
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 40} {height}" '
+        'font-family="system-ui, sans-serif" font-size="12" role="img" aria-labelledby="t">',
+        '<title id="t">Time to target relative to the fastest method, by workload</title>',
+        f'<rect width="{LEFT + WIDTH + 40}" height="{height}" fill="white"/>',
+    ]
+    bottom = TOP + ROW * len(ratios)
+    for ratio in (1, 1.5, 2, 3, 4):
+        x = _place(ratio)
+        parts.append(f'<line x1="{x}" x2="{x}" y1="{TOP}" y2="{bottom}" stroke="#ddd"/>')
+        parts.append(f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{ratio:g}x</text>')
+    parts.append(
+        f'<text x="{_place(LARGEST)}" y="{bottom + 18}" text-anchor="middle">not reached</text>'
+        f'<text x="{LEFT}" y="{bottom + 42}">seconds of training to the target, relative to the '
+        "fastest method</text>"
+    )
+    for index, (name, row) in enumerate(ratios.items()):
+        y = TOP + ROW * (index + 0.5)
+        parts.append(
+            f'<text x="{LEFT - 14}" y="{y + 4}" text-anchor="end">{name}: '
+            f"{workloads[name]['goal']}</text>"
+        )
+        parts.append(f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y}" y2="{y}" stroke="#eee"/>')
+        missed = 0
+        for shift, (colour, method) in enumerate(zip(COLOURS, methods, strict=False)):
+            missed += math.isinf(row[method])
+            x = _place(row[method]) - (14 * (missed - 1) if math.isinf(row[method]) else 0)
+            fill = "white" if math.isinf(row[method]) else colour
+            centre = y + 2 * shift - len(methods) + 1
+            parts.append(
+                f'<circle cx="{x}" cy="{centre}" r="5" fill="{fill}" stroke="{colour}" '
+                f'stroke-width="2"><title>{method}</title></circle>'
+            )
+    for index, (colour, method) in enumerate(zip(COLOURS, methods, strict=False)):
+        x = LEFT + index * 86
+        parts.append(
+            f'<circle cx="{x}" cy="20" r="5.5" fill="{colour}"/>'
+            f'<text x="{x + 10}" y="24">{method}</text>'
+        )
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _place(ratio: float) -> float:
+    share = math.log(min(ratio, LARGEST)) / math.log(LARGEST)
+    return round(LEFT + 10 + share * (WIDTH - 20), 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("results", nargs="+", type=Path, help="results.json of contests")
+    parser.add_argument("--json", type=Path, help="write the merged results to this file")
+    parser.add_argument("--svg", type=Path, help="write the figure to this file")
+    arguments = parser.parse_args()
+    results = merged(arguments.results)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, separators=(",", ":")) + "\n")
+    if arguments.svg:
+        arguments.svg.write_text(figure(results))
+    print(tables(results))
+
+
+if __name__ == "__main__":
+    main()
