@@ -16,7 +16,7 @@ MAX_POINTS = 1500
 
 # The colours of Okabe and Ito, which are safe for colour-blind readers. Lines use those with a
 # contrast to white of at least 3; areas have an outline and use all of them.
-LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00")
+LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000")
 AREA_COLOURS = (
     *("#56B4E9", "#E69F00", "#009E73", "#F0E442"),
     *("#0072B2", "#D55E00", "#CC79A7", "#999999"),
