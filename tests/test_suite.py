@@ -180,7 +180,7 @@ def test_augmented_images_are_shifted_and_flipped_copies():
 @pytest.mark.parametrize("tuned", [False, True])
 def test_every_method_continues_bit_for_bit(name, tuned, digits):
     warm_up(name)
-    setting = settings_of(METHODS[name], 1)[0] if tuned else DEFAULTS
+    setting = settings_of(METHODS[name], 2)[1] if tuned else DEFAULTS
     make = partial(Trial, tiny(target=-1.0), digits, name, setting, 3)
     whole = make(Ticks())
     whole.advance(5.0)
@@ -206,7 +206,7 @@ def test_a_run_ends_at_its_target_and_counts_training_time_only(digits):
 
 
 def test_a_falling_schedule_ends_the_run(digits):
-    setting = settings_of(METHODS["SGD"], 1)[0]
+    setting = settings_of(METHODS["SGD"], 2)[1]
     trial = Trial(tiny(target=-1.0), digits, "SGD", setting, 0, Ticks())
     trial.advance(math.inf)
     assert (trial.outcome.end, trial.outcome.seconds) == ("schedule", 6)

@@ -33,7 +33,7 @@ def made_up_results(workloads=tuple(WORKLOADS), methods=tuple(METHODS)):
                 target = WORKLOADS[workload].target
                 curve = [(seconds * at / 10, at, target * 10 / at) for at in range(1, 11)]
                 outcome = Outcome(curve, seconds, 10, 2.0, 2.0 + column / 10, end, "")
-                setting = DEFAULTS if ruling == "untuned" else settings_of(METHODS[method], 1)[0]
+                setting = DEFAULTS if ruling == "untuned" else settings_of(METHODS[method], 2)[1]
                 records.append(Record(Entry(workload, ruling, method, 0, 0, setting), outcome))
     settings = ContestSettings(
         workloads=workloads,

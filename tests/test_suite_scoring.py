@@ -145,14 +145,15 @@ def test_a_single_trial_has_no_rungs():
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_the_same_points(name):
     method = METHODS[name]
-    settings = settings_of(method, len(POINTS))
+    untuned, *settings = settings_of(method, 1 + len(POINTS))
+    assert untuned == Setting()
     assert len(set(map(str, settings))) == len(settings)
     rates = {setting.arguments[method.scaled] for setting in settings}
     assert {round(rate / method.scale, 1) for rate in rates} == {0.3, 1, 3}
     assert {setting.arguments["weight_decay"] for setting in settings} == {0, method.decay}
     if not method.adapts:
         assert {setting.schedule for setting in settings} == set(SCHEDULES)
-        assert len(settings_of(method, 4)) == 4
+        assert len(settings_of(method, 5)) == 5
 
 
 def test_schedules_fall_to_zero():

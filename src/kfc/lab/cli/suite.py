@@ -27,7 +27,7 @@ from kfc.lab.suite.workloads import WORKLOADS
 
 PAGE, RESULTS = "report.html", "results.json"
 HOURS, QUICK_HOURS = 3.0, 1 / 6
-SEEDS, TRIALS = 3, 4
+SEEDS, TRIALS = 3, 5
 BOTH = "both"
 
 Workloads = Annotated[
@@ -46,7 +46,7 @@ Seeds = Annotated[
 ]
 Trials = Annotated[
     int | None,
-    typer.Option(min=1, max=len(POINTS), help=f"Settings tried when tuned. Default: {TRIALS}."),
+    typer.Option(min=1, max=1 + len(POINTS), help=f"Settings tried when tuned. Default: {TRIALS}."),
 ]
 Hours = Annotated[
     float | None,

@@ -1,4 +1,4 @@
-"""The search space of the tuned ruling: the same points for every method, in a fixed order."""
+"""The search space of the tuned ruling: no arguments, then the same points for every method."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ DEFAULTS = Setting()
 def settings_of(method: Method, trials: int) -> Sequence[Setting]:
     """Return the first ``trials`` different settings of the search space for a method.
 
-    There may be fewer for a method that no schedule applies to.
+    The first one is that of the untuned ruling, so that tuning cannot lose. There may be fewer for
+    a method that no schedule applies to.
     """
-    settings: list[Setting] = []
+    settings = [DEFAULTS]
     for factor, schedule, decays in POINTS:
         arguments = {
             method.scaled: round_to_two_digits(factor * method.scale),
