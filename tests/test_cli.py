@@ -93,7 +93,7 @@ def test_train_leaves_a_complete_folder(run):
     assert "epoch 1, update 22" in done.stdout
     record = read_record(path)
     assert record.end["reason"] == "epochs"
-    assert record.config.batch_size == 64
+    assert record.config.problem.batch_size == 64
     assert (path / "checkpoint.pt").exists()
     header = json.loads((path / "config.json").read_text())
     assert header["data_digest"]
@@ -219,7 +219,7 @@ def test_a_run_cannot_be_resumed_to_an_earlier_end(run):
     path, _ = run
     done = kfc_here("train", "--resume", path, "--epochs", "0.5")
     assert_clear_error(done, 1, "has already passed the new limit", "epoch 1")
-    assert read_record(path).config.epochs == 1
+    assert read_record(path).config.length.epochs == 1
 
 
 def test_runs_with_the_same_name_are_distinguished(tmp_path):

@@ -55,13 +55,13 @@ def test_presets_are_complete(name, quick):
         return
     comparison = read_comparison(name, quick=quick, overrides={})
     configs = [config for runs in comparison.candidates().values() for config in runs]
-    assert any(config.optimizer in ("kfc", "kfac") for config in configs)
-    assert any(config.optimizer == "sgd" for config in configs)
-    assert len({config.seed for config in configs}) == 1
+    assert any(config.method.optimizer in ("kfc", "kfac") for config in configs)
+    assert any(config.method.optimizer == "sgd" for config in configs)
+    assert len({config.machine.seed for config in configs}) == 1
     if quick:
         # At most ten minutes in all: one learning rate per method, and time for evaluations.
         assert len(configs) == len(comparison.methods)
-        assert sum(config.seconds for config in configs) <= 480
+        assert sum(config.length.seconds for config in configs) <= 480
     assert comparison.train_losses or (comparison.train_errors and comparison.test_errors)
 
 
@@ -70,7 +70,7 @@ def test_there_is_a_preset_for_every_figure():
         preset_names()
     )
     assert all(
-        config.batch_size == 4096
+        config.problem.batch_size == 4096
         for configs in read_comparison("figure5", quick=False, overrides={}).candidates().values()
         for config in configs
     )
@@ -79,8 +79,8 @@ def test_there_is_a_preset_for_every_figure():
 def test_overrides_replace_the_options_of_a_preset():
     comparison = read_comparison("demo", quick=False, overrides={"epochs": 2.0, "seed": 7})
     for configs in comparison.candidates().values():
-        assert configs[0].epochs == 2
-        assert configs[0].seed == 7
+        assert configs[0].length.epochs == 2
+        assert configs[0].machine.seed == 7
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_invalid_comparisons_are_named(changes, words):
 def test_an_overriding_limit_replaces_all_others(limit):
     comparison = read_comparison("figure3-cifar10", quick=False, overrides={limit: 3.0})
     for configs in comparison.candidates().values():
-        ends = {"epochs": configs[0].epochs, "seconds": configs[0].seconds}
+        ends = {"epochs": configs[0].length.epochs, "seconds": configs[0].length.seconds}
         assert {name for name, value in ends.items() if value is not None} == {limit}
 
 
@@ -164,7 +164,7 @@ def tuned(digits, tmp_path_factory):
 
 
 def test_the_learning_rate_with_the_lowest_loss_continues(tuned):
-    ends = {(r.name, r.config.lr): r.end["reason"] for r in tuned[1]}
+    ends = {(r.name, r.config.method.lr): r.end["reason"] for r in tuned[1]}
     assert ends == {
         ("SGD", 1e-7): "not chosen",
         ("SGD", 0.05): "epochs",
@@ -178,7 +178,7 @@ def test_a_rate_that_diverges_is_not_chosen(digits, tmp_path):
     # Even on a busy machine, the loss of its second update is logged before the choice.
     methods = {"SGD": {"optimizer": "sgd", "lr": [1e18, 0.1], "log_period": 1}}
     runner = run(small(methods=methods, tuning_seconds=0.5), tmp_path, digits)
-    ends = {r.config.lr: r.end["reason"] for r in runner.records()}
+    ends = {r.config.method.lr: r.end["reason"] for r in runner.records()}
     assert ends == {1e18: "diverged", 0.1: "epochs"}
 
 
@@ -247,7 +247,7 @@ def test_a_run_beyond_a_shortened_limit_is_unchanged(digits, tmp_path):
     shorter = with_overrides(comparison, {"epochs": 1.0})
     after = run(shorter, tmp_path, digits).records()
     assert [record.evaluations for record in after] == before
-    assert all(record.config.epochs == 3 for record in after)
+    assert all(record.config.length.epochs == 3 for record in after)
 
 
 def test_a_comparison_is_read_as_it_was_written(tmp_path):

@@ -62,10 +62,14 @@ def test_the_estimate_is_that_of_all_examples_in_one_batch(digits, tmp_path, set
     """For Γ only with the exact Fisher matrix, which does not depend on draws."""
     trainer = estimated(tmp_path / "run", digits, fisher="exact", **settings)
     config = trainer.folder.config
-    count = settings.get("estimate_factors", config.train_examples or 1438)
+    count = settings.get("estimate_factors", config.problem.train_examples or 1438)
     components = RunComponents(config, digits)
     batches = Batches(
-        digits.train, components.inputs, count, config.seed, examples=config.train_examples
+        digits.train,
+        components.inputs,
+        count,
+        config.machine.seed,
+        examples=config.problem.train_examples,
     )
     images, labels = components.on_device(*next(batches.epoch(0)))
     components.optimizer.estimate_factors(
@@ -376,5 +380,5 @@ def test_presets_estimate_on_everything_unless_quick(preset):
         comparison = read_comparison(preset, quick=quick, overrides={})
         configs = [c for each in comparison.candidates().values() for c in each]
         for config in configs:
-            if config.optimizer == "kfc":
-                assert (config.options["estimate_factors"] is not None) == quick
+            if config.method.optimizer == "kfc":
+                assert (config.method.options["estimate_factors"] is not None) == quick

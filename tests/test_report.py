@@ -36,7 +36,7 @@ def with_errors(record, errors, key="averaged_train_error"):
 
 def with_last_loss(record, loss, lr=None, reason="epochs"):
     rows = [*record.evaluations[:-1], {**record.evaluations[-1], "averaged_train_loss": loss}]
-    config = record.config if lr is None else replace(record.config, lr=lr)
+    config = record.config if lr is None else record.config.with_options(lr=lr)
     return replace(record, evaluations=rows, config=config, end={**record.end, "reason": reason})
 
 
@@ -214,7 +214,7 @@ def test_runs_without_a_learning_rate_are_not_in_the_sensitivity_figure(tmp_path
     adaptive, *rated = (
         make_run(tmp_path / str(lr), "KFAC", "kfac", lr=lr) for lr in (None, 0.1, 1.0)
     )
-    assert adaptive.config.lr is None
+    assert adaptive.config.method.lr is None
     assert sensitivity_section([adaptive, adaptive], ["KFAC"]) is None
     (figure,) = sensitivity_section([adaptive, *rated], ["KFAC"])["figures"]
     (curve,) = figure.variants[0]
@@ -268,7 +268,7 @@ def written(folder, records, **options):
 
 
 def test_labels_of_runs_with_the_same_name_differ(kfc_run, sgd_run):
-    other = replace(kfc_run, config=replace(kfc_run.config, lr=0.1))
+    other = replace(kfc_run, config=kfc_run.config.with_options(lr=0.1))
     labels = distinct_labels([kfc_run, other, other, sgd_run])
     assert labels == ["KFC, lr 0.003", "KFC, lr 0.1 (1)", "KFC, lr 0.1 (2)", "SGD"]
 

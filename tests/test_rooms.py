@@ -131,13 +131,12 @@ def test_files_and_functions_are_short(path):
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.name != "__main__.py"], ids=name_of)
-def test_dataclasses_have_few_fields_unless_they_declare_options_of_the_command_line(path):
+def test_constructors_of_dataclasses_have_few_arguments(path):
     parts = ["kfc", *path.relative_to(SOURCE).with_suffix("").parts]
     module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
     for owner in filter(dataclasses.is_dataclass, vars(module).values()):
         arguments = [field for field in dataclasses.fields(owner) if field.init]
-        if not any("help" in field.metadata for field in arguments):
-            assert len(arguments) <= MOST_ARGUMENTS, owner
+        assert len(arguments) <= MOST_ARGUMENTS, owner
 
 
 # Assignments to attributes that are not fields of another object of ours.

@@ -44,12 +44,13 @@ def run(path, data, **settings):
 
 def test_defaults_come_from_network_and_optimizer():
     config = make_config(data="cifar10")
-    assert (config.net, config.init, config.inputs) == ("cuda-convnet", "paper", "centred")
-    assert (config.optimizer, config.lr, config.batch_size) == ("kfc", 3e-3, 512)
-    assert make_config(data="cifar10", init="kaiming").inputs == "normalised"
-    assert make_config(data="cifar10", optimizer="sgd").batch_size == 128
-    assert config.epochs == 10
-    assert make_config(data="cifar10", updates=5).epochs is None
+    problem, method = config.problem, config.method
+    assert (problem.net, problem.init, problem.inputs) == ("cuda-convnet", "paper", "centred")
+    assert (method.optimizer, method.lr, problem.batch_size) == ("kfc", 3e-3, 512)
+    assert make_config(data="cifar10", init="kaiming").problem.inputs == "normalised"
+    assert make_config(data="cifar10", optimizer="sgd").problem.batch_size == 128
+    assert config.length.epochs == 10
+    assert make_config(data="cifar10", updates=5).length.epochs is None
     assert config_from_dict(config.to_dict()) == config
 
 
@@ -128,7 +129,7 @@ def test_asynchronous_inverses_are_an_option(digits, tmp_path):
 @pytest.mark.parametrize("name", ["kfc", "kfac"])
 def test_the_curvature_is_an_option(digits, tmp_path, name):
     trainer = run(tmp_path / "run", digits, optimizer=name, curvature="prong", updates=3)
-    assert read_record(tmp_path / "run").config.options["curvature"] == "prong"
+    assert read_record(tmp_path / "run").config.method.options["curvature"] == "prong"
     assert "white derivatives" in str(trainer.components.optimizer.describe())
 
 
@@ -318,7 +319,7 @@ def test_kfac_recovers_from_nan_after_its_first_step_and_diverges_before(digits,
 def test_kfac_records_what_it_adapts(digits, tmp_path):
     run(tmp_path / "run", digits, optimizer="kfac", epochs=1, log_period=5)
     record = read_record(tmp_path / "run")
-    assert record.config.lr is None
+    assert record.config.method.lr is None
     chosen = ("lr", "momentum", "model_damping", "factor_damping", "reduction_ratio")
     for row in record.progress:
         assert all(isinstance(row[name], float) for name in chosen)

@@ -75,21 +75,21 @@ class NetworkComponents:
 
     def __init__(self, config: RunConfig, data: Dataset, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks(None)
-        self.device = _usable(device_of_rank(config.device, self.ranks))
-        known = NETWORKS.get(config.net)
+        self.device = _usable(device_of_rank(config.machine.device, self.ranks))
+        known = NETWORKS.get(config.problem.net)
         self.task = TASKS[known.task if known else "classification"]
-        self.inputs = _inputs(config.inputs, data.train)
+        self.inputs = _inputs(config.problem.inputs, data.train)
         model = build(
-            config.net,
+            config.problem.net,
             image=data.train.images.shape[1:],
             classes=data.classes,
-            init=config.init,
-            seed=config.seed,
+            init=config.problem.init,
+            seed=config.machine.seed,
         )
         # nn.Module.to has no overload for a memory format alone.
         model = model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.model = synchronised(model, self.ranks, self.device)
-        self._check_outputs(config.net, data)
+        self._check_outputs(config.problem.net, data)
 
     def on_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Move a batch to the device, in the memory format in which convolutions are fastest."""
@@ -141,20 +141,22 @@ class RunComponents(NetworkComponents):
                 self.batches = Batches(
                     data.train,
                     self.inputs,
-                    config.batch_size,
-                    config.seed,
-                    workers=config.workers,
-                    examples=config.train_examples,
+                    config.problem.batch_size,
+                    config.machine.seed,
+                    workers=config.machine.workers,
+                    examples=config.problem.train_examples,
                     rank=ranks.rank,
                     ranks=ranks.size,
                 )
-        epoch = len(self.batches) * config.batch_size
-        averaged = config.averaging_examples or min(epoch, PAPER_AVERAGING_EXAMPLES)
-        timescale = averaged / config.batch_size
+        epoch = len(self.batches) * config.problem.batch_size
+        averaged = config.records.averaging_examples or min(epoch, PAPER_AVERAGING_EXAMPLES)
+        timescale = averaged / config.problem.batch_size
         with failing_together(ranks), config_errors():
             costs = weight_costs(config, self.model)
-            setup = Setup(config.lr, costs, config.seed, self.task.likelihood, timescale)
-            options = optimizer_options(config.optimizer, config.options)
+            setup = Setup(
+                config.method.lr, costs, config.machine.seed, self.task.likelihood, timescale
+            )
+            options = optimizer_options(config.method.optimizer, config.method.options)
             self.estimated_examples = options.first_estimate(self.batches.examples)
             self.optimizer = options.make(self.model, setup)
         with explained_collectives(ranks):
@@ -162,8 +164,8 @@ class RunComponents(NetworkComponents):
         self.averages = Averages(self.model, timescale)
         self.first_image, _ = self.examples(data.train, 1)
         self._evaluated = {
-            "train": (data.train, min(self.batches.examples, config.evaluation_examples)),
-            "test": (data.test, min(len(data.test), config.evaluation_examples)),
+            "train": (data.train, min(self.batches.examples, config.records.evaluation_examples)),
+            "test": (data.test, min(len(data.test), config.records.evaluation_examples)),
         }
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -194,9 +196,9 @@ class RunComponents(NetworkComponents):
 
 def weight_costs(config: RunConfig, model: nn.Module) -> dict[str, float]:
     """Return λ by parameter name; biases and scales have none."""
-    if config.weight_decay == PAPER:
-        return dict(NETWORKS[config.net].weight_costs)
-    cost = float(config.weight_decay)
+    if config.method.weight_decay == PAPER:
+        return dict(NETWORKS[config.problem.net].weight_costs)
+    cost = float(config.method.weight_decay)
     weights = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
     return dict.fromkeys(weights, cost) if cost else {}
 

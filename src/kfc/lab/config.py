@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,17 @@ import torch
 
 from kfc.lab.networks import NETWORKS
 from kfc.lab.optimizers import OPTIMIZERS, all_optimizer_options, optimizer_options
-from kfc.lab.options import ConfigError, check_options, duration, number_or, option, options_of
+from kfc.lab.options import (
+    ConfigError,
+    check_options,
+    duration,
+    flat,
+    from_flat,
+    number_or,
+    option,
+    options_of,
+    section,
+)
 
 __all__ = ["ConfigError", "RunConfig", "config_from_dict", "make_config"]
 
@@ -43,12 +53,10 @@ def number_or_paper(text: str) -> float | str:
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """The configuration of one run, complete and valid; ``make_config`` fills in defaults.
+class Problem:
+    """The data and the network.
 
     Attributes:
-        options: the optimizer's own options, see ``kfc.lab.optimizers``.
-        lr: ``None`` if the optimizer adapts it.
         init: ``None`` for a network of the user's own.
     """
 
@@ -67,6 +75,17 @@ class RunConfig:
         None, "Examples per batch, over all processes; the default depends on the optimizer"
     )
     train_examples: int | None = _data(None, "Train on the first N examples only")
+
+
+@dataclass(frozen=True)
+class Method:
+    """The optimizer.
+
+    Attributes:
+        lr: ``None`` if the optimizer adapts it.
+        options: the optimizer's own options, see ``kfc.lab.optimizers``.
+    """
+
     optimizer: str = _optimizer("kfc", f"One of {', '.join(OPTIMIZERS)}", choices=tuple(OPTIMIZERS))
     lr: float | None = _optimizer(
         None, "Learning rate; the default depends on the optimizer (kfac adapts it)"
@@ -79,6 +98,12 @@ class RunConfig:
         word=PAPER,
     )
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Length:
+    """When the run ends: at the first limit that it reaches."""
+
     epochs: float | None = _length(10.0, "End after N epochs, unless --updates or --time is given")
     updates: int | None = _length(None, "End after N updates of the parameters")
     seconds: float | None = _length(
@@ -87,6 +112,17 @@ class RunConfig:
         flag="time",
         parse=duration,
     )
+
+    def fraction_done(self, row: Mapping[str, Any]) -> float:
+        """Return how far a row of metrics is towards the nearest limit; above 1 beyond it."""
+        limits = {"epoch": self.epochs, "update": self.updates, "seconds": self.seconds}
+        return max(float(row[name] / limit) for name, limit in limits.items() if limit)
+
+
+@dataclass(frozen=True)
+class Records:
+    """What is averaged, evaluated, logged and saved, and how often."""
+
     averaging_examples: int | None = _records(
         None, "Timescale of the averaged parameters in examples; by default an epoch, at most 50000"
     )
@@ -96,6 +132,12 @@ class RunConfig:
     )
     checkpoint_seconds: float = _records(60.0, "Seconds of training between checkpoints")
     log_period: int = _records(10, "Updates between rows of the log")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the run is computed, and its random numbers."""
+
     seed: int = _records(
         0, "Seed of initial weights, order and sampling", positive=False, most=2**63 - 1
     )
@@ -107,40 +149,51 @@ class RunConfig:
         0, "Processes that prepare batches", positive=False, most=MOST_PROCESSES
     )
 
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The configuration of one run, complete and valid; ``make_config`` fills in defaults."""
+
+    problem: Problem = section(Problem)
+    method: Method = section(Method)
+    length: Length = section(Length)
+    records: Records = section(Records)
+    machine: Machine = section(Machine)
+
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for the first invalid value."""
         check_options(self)
-        optimizer_options(self.optimizer, self.options)
-        if self.lr is None and OPTIMIZERS[self.optimizer].lr is not None:
-            raise ConfigError(f"lr must be a number for the optimizer {self.optimizer}")
+        problem, method = self.problem, self.method
+        optimizer_options(method.optimizer, method.options)
+        if method.lr is None and OPTIMIZERS[method.optimizer].lr is not None:
+            raise ConfigError(f"lr must be a number for the optimizer {method.optimizer}")
         try:
-            torch.device(self.device)
+            torch.device(self.machine.device)
         except RuntimeError as error:
             raise ConfigError(f"device: {error}") from error
-        network = NETWORKS.get(self.net)
-        if network is not None and network.task == "reconstruction" and self.inputs != "unit":
+        network = NETWORKS.get(problem.net)
+        if network is not None and network.task == "reconstruction" and problem.inputs != "unit":
             raise ConfigError(
-                f"inputs must be 'unit' for {self.net}, which reconstructs pixels from 0 to 1; "
-                f"got {self.inputs!r}"
+                f"inputs must be 'unit' for {problem.net}, which reconstructs pixels from 0 to 1; "
+                f"got {problem.inputs!r}"
             )
-        if self.weight_decay == PAPER and (network is None or not network.weight_costs):
+        if method.weight_decay == PAPER and (network is None or not network.weight_costs):
             raise ConfigError(
-                f"weight_decay must be a number, since no paper gives weight costs for {self.net}"
+                "weight_decay must be a number, since no paper gives weight costs for "
+                f"{problem.net}"
             )
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the values by option, without sections."""
+        return flat(self)
 
-    def with_limits(self, *limits: Any) -> RunConfig:
-        """Return the run with other ``LIMITS``; unchanged if all are ``None``."""
-        if set(limits) == {None}:
-            return self
-        return replace(self, **dict(zip(LIMITS, limits, strict=True)))
+    def with_options(self, **values: Any) -> RunConfig:
+        """Return the run with other values of these options."""
+        return from_flat(RunConfig, {**flat(self), **values})
 
-    def fraction_done(self, row: Mapping[str, Any]) -> float:
-        """Return how far a row of metrics is towards the nearest limit; above 1 beyond it."""
-        limits = {"epoch": self.epochs, "update": self.updates, "seconds": self.seconds}
-        return max(float(row[name] / limit) for name, limit in limits.items() if limit)
+    def with_length(self, length: Length) -> RunConfig:
+        """Return the run with other limits; unchanged if the new length has none."""
+        return self if length == Length(None, None, None) else replace(self, length=length)
 
 
 OPTIONS = options_of(RunConfig)
@@ -162,7 +215,7 @@ def make_config(**given: Any) -> RunConfig:
         raise ConfigError(f"unknown options: {', '.join(unknown)}; known are {known}")
     for name, value in given.items():
         OPTIONS[name].check(value)
-    options = optimizer_options(given.get("optimizer", RunConfig.optimizer), own)
+    options = optimizer_options(given.get("optimizer", Method.optimizer), own)
     net = given.get("net", DEFAULT_NETS[given["data"]])
     network = NETWORKS.get(net)
     init = given.get("init", network.inits[0] if network else None)
@@ -173,15 +226,15 @@ def make_config(**given: Any) -> RunConfig:
         "lr": options.lr,
         "batch_size": options.batch_size,
         "threads": torch.get_num_threads(),
-        "epochs": None if given.keys() & set(LIMITS) else RunConfig.epochs,
+        "epochs": None if given.keys() & set(LIMITS) else Length.epochs,
     }
-    return RunConfig(**{**defaults, **given}, options=asdict(options))
+    return from_flat(RunConfig, {**defaults, **given, "options": flat(options)})
 
 
 def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     """Return the configuration from the values of ``RunConfig.to_dict()``."""
-    names = {each.name for each in fields(RunConfig)}
+    names = {*OPTIONS, "options"}
     if set(values) != names:
         difference = ", ".join(sorted(set(values) ^ names))
         raise ConfigError(f"not the configuration of a run: {difference} missing or unknown")
-    return RunConfig(**values)
+    return from_flat(RunConfig, values)

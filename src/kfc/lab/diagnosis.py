@@ -42,7 +42,7 @@ def diagnose(
     model: nn.Module, images: Tensor, update: int, config: RunConfig, diagnostics: Mapping[str, Any]
 ) -> str:
     """Describe a loss that is not finite, on the batch that caused it."""
-    rate = "" if config.lr is None else f" (lr {config.lr:g})"
+    rate = "" if config.method.lr is None else f" (lr {config.method.lr:g})"
     parts = [f"the loss is not finite after {update} updates{rate}"]
     if not torch.isfinite(images).all():
         parts.append("the images themselves are not finite")
@@ -60,7 +60,7 @@ def diagnose(
             f"the last Fisher norm was {diagnostics['fisher_norm']:.3g}, "
             f"{diagnostics['skipped_steps']} steps were skipped"
         )
-    return "; ".join([*parts, ADVICE.get(config.optimizer, "try a smaller --lr")])
+    return "; ".join([*parts, ADVICE.get(config.method.optimizer, "try a smaller --lr")])
 
 
 @torch.no_grad()

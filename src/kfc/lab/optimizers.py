@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -19,9 +19,11 @@ from kfc.lab.options import (
     ConfigError,
     Option,
     config_errors,
+    from_flat,
     number_or,
     option,
     options_of,
+    section,
 )
 from kfc.optimizers import KFAC, KFC, WhitenedAdam
 from kfc.optimizers.options import Adaptation, FisherClip
@@ -72,6 +74,30 @@ def described_defaults(kind: str) -> str:
 
 
 @dataclass(frozen=True)
+class ParallelOptions:
+    """Options of ``kfc.Parallel``."""
+
+    inverse_placement: str = option(
+        "auto", f"Which of several processes inverts which factor: {', '.join(PLACEMENTS)}"
+    )
+    asynchronous_inverses: bool = option(
+        False, "Compute inverses in a thread while training continues"
+    )
+    max_staleness: int | None = option(
+        None, "Largest age in steps of asynchronous inverses; by default T_f"
+    )
+
+    def make(self) -> Parallel:
+        return Parallel(
+            placement=self.inverse_placement,  # type: ignore[arg-type]
+            asynchronous=self.asynchronous_inverses,
+            max_staleness=self.max_staleness,
+            # A resumed run continues bit for bit, so nothing may depend on a thread's speed.
+            deterministic=self.asynchronous_inverses,
+        )
+
+
+@dataclass(frozen=True)
 class RefreshOptions(OptimizerOptions):
     """Options that KFC, KFAC and WhitenedAdam have in common."""
 
@@ -87,15 +113,7 @@ class RefreshOptions(OptimizerOptions):
         positive=True,
     )
     factor_decay: float | str = decay_option(Kronecker.factor_decay)
-    inverse_placement: str = option(
-        "auto", f"Which of several processes inverts which factor: {', '.join(PLACEMENTS)}"
-    )
-    asynchronous_inverses: bool = option(
-        False, "Compute inverses in a thread while training continues"
-    )
-    max_staleness: int | None = option(
-        None, "Largest age in steps of asynchronous inverses; by default T_f"
-    )
+    parallel: ParallelOptions = section(ParallelOptions)
 
     def _shared_arguments(self, setup: Setup) -> dict[str, Any]:
         """Return the arguments that all of them have in common."""
@@ -105,13 +123,7 @@ class RefreshOptions(OptimizerOptions):
                 self.statistics_period or self.periods.statistics,
                 self.inverse_period or self.periods.inverse,
             ),
-            "parallel": Parallel(
-                placement=self.inverse_placement,  # type: ignore[arg-type]
-                asynchronous=self.asynchronous_inverses,
-                max_staleness=self.max_staleness,
-                # A resumed run continues bit for bit, so nothing may depend on a thread's speed.
-                deterministic=self.asynchronous_inverses,
-            ),
+            "parallel": self.parallel.make(),
         }
 
 
@@ -213,10 +225,9 @@ class KFCOptions(CurvatureOptions):
 
 
 @dataclass(frozen=True)
-class KFACOptions(CurvatureOptions):
-    """Options of ``kfc.KFAC``."""
+class AdaptationOptions:
+    """Options of ``kfc.Adaptation``."""
 
-    lr, periods, estimates_first = None, PERIODS["kfac"], False
     momentum: float | None = option(None, "Momentum μ")
     model_damping: float | None = option(None, "Fixed damping λ of the quadratic model")
     factor_damping: float | None = option(None, "Fixed damping γ of the factors")
@@ -231,17 +242,24 @@ class KFACOptions(CurvatureOptions):
     )
     max_lr: float | None = option(Adaptation.max_lr, "Largest adapted learning rate")
     max_momentum: float | None = option(Adaptation.max_momentum, "Largest adapted momentum")
-    clip: float = option(default_of(KFAC, "clip") or 0.0, CLIP)
     loss_bound: float = option(Adaptation.loss_bound, BOUND)
 
+    def make(self, lr: float | None) -> Adaptation:
+        return Adaptation(lr=lr, **{**asdict(self), "loss_bound": self.loss_bound or None})
+
+
+@dataclass(frozen=True)
+class KFACOptions(CurvatureOptions):
+    """Options of ``kfc.KFAC``."""
+
+    lr, periods, estimates_first = None, PERIODS["kfac"], False
+    adaptation: AdaptationOptions = section(AdaptationOptions)
+    clip: float = option(default_of(KFAC, "clip") or 0.0, CLIP)
+
     def make(self, model: nn.Module, setup: Setup) -> KFAC:
-        names = {each.name for each in fields(Adaptation)} & {each.name for each in fields(self)}
-        values = {name: getattr(self, name) for name in names}
-        values["loss_bound"] = self.loss_bound or None
-        adaptation = Adaptation(lr=setup.lr, **values)
         return KFAC(
             model,
-            adaptation=adaptation,
+            adaptation=self.adaptation.make(setup.lr),
             clip=self.clip or None,
             **self._arguments(setup),
         )
@@ -312,7 +330,7 @@ def optimizer_options(name: str, values: Mapping[str, Any]) -> OptimizerOptions:
             f"{', '.join(foreign)} has no effect with the optimizer {name}, whose options are "
             f"{', '.join(known)}"
         )
-    return OPTIMIZERS[name](**values)
+    return from_flat(OPTIMIZERS[name], values)
 
 
 def all_optimizer_options() -> dict[str, dict[str, Option]]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from types import NoneType, UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from kfc._helpers import require_choice, require_number, require_whole
+
+Owner = TypeVar("Owner")
 
 
 class ConfigError(Exception):
@@ -29,6 +31,11 @@ def config_errors(prefix: str = "") -> Iterator[None]:
 def option(default: Any, help: str, **details: Any) -> Any:
     """Return a dataclass field that declares an ``Option`` with these attributes."""
     return field(default=default, metadata={"help": help, **details})
+
+
+def section(owner: type) -> Any:
+    """Return a dataclass field that holds a group of options, declared by another dataclass."""
+    return field(default_factory=owner, metadata={"section": owner})
 
 
 @dataclass(frozen=True)
@@ -81,11 +88,17 @@ class Option:
 
 
 def options_of(owner: type) -> dict[str, Option]:
-    """Return the options that a dataclass declares, by name; its own precede inherited ones."""
+    """Return the options that a dataclass and its sections declare, by name.
+
+    Those that the dataclass declares itself precede inherited ones.
+    """
     hints, own = get_type_hints(owner), inspect.get_annotations(owner)
     declared = [each for each in fields(owner) if each.metadata]
-    found = {}
+    found: dict[str, Option] = {}
     for each in sorted(declared, key=lambda each: each.name not in own):
+        if "section" in each.metadata:
+            found |= options_of(each.metadata["section"])
+            continue
         hint = hints[each.name]
         kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         optional = NoneType in kinds
@@ -95,8 +108,32 @@ def options_of(owner: type) -> dict[str, Option]:
 
 def check_options(values: Any) -> None:
     """Raise ``ConfigError`` for the first option of a dataclass instance with an invalid value."""
+    given = flat(values)
     for name, declared in options_of(type(values)).items():
-        declared.check(getattr(values, name))
+        declared.check(given[name])
+
+
+def flat(values: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass instance and of its sections, by name."""
+    found: dict[str, Any] = {}
+    for each in fields(values):
+        value = getattr(values, each.name)
+        found |= flat(value) if "section" in each.metadata else {each.name: value}
+    return found
+
+
+def from_flat(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
+    """Return the dataclass instance with these fields, whichever section declares them.
+
+    Fields without a value have their default. Names of no field are ignored.
+    """
+    arguments = {}
+    for each in fields(owner):  # type: ignore[arg-type]
+        if "section" in each.metadata:
+            arguments[each.name] = from_flat(each.metadata["section"], values)
+        elif each.name in values:
+            arguments[each.name] = values[each.name]
+    return owner(**arguments)
 
 
 def number_or(word: str, text: str) -> float | str:

@@ -135,7 +135,7 @@ class Trainer:
         self, seconds: float = math.inf, interrupted: Callable[[], bool] = lambda: False
     ) -> bool:
         """Train for some seconds, or to the end of the run; return whether it can continue."""
-        torch.set_num_threads(self.folder.config.threads)
+        torch.set_num_threads(self.folder.config.machine.threads)
         until = self.seconds + seconds
         stop = self._agree(interrupted()) or not self._estimate_factors(interrupted)
         while self.end is None and self.seconds < until and not stop:
@@ -216,7 +216,7 @@ class Trainer:
 
         A resumed run draws the same numbers, whatever else the process has drawn.
         """
-        text = f"{self.folder.config.seed} {self.update} {self.ranks.rank}"
+        text = f"{self.folder.config.machine.seed} {self.update} {self.ranks.rank}"
         digest = hashlib.sha256(text.encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
@@ -230,10 +230,10 @@ class Trainer:
         """After an update: log, evaluate, save a checkpoint or end the run, where due."""
         config = self.folder.config
         reason = self._reached_limit()
-        period = max(1, round(config.evaluation_period * len(self.components.batches)))
-        logs = self.update % config.log_period == 0
+        period = max(1, round(config.records.evaluation_period * len(self.components.batches)))
+        logs = self.update % config.records.log_period == 0
         evaluates = self.update % period == 0 or reason is not None
-        saves = evaluates or self.seconds - self._saved_at >= config.checkpoint_seconds
+        saves = evaluates or self.seconds - self._saved_at >= config.records.checkpoint_seconds
         if not (logs or saves):
             return  # reading the loss makes the host wait for the device
         self._wait_for_device()
@@ -266,8 +266,8 @@ class Trainer:
 
     def _reached_limit(self) -> str | None:
         """Return the reason why the run is complete, if it is."""
-        config = self.folder.config
-        limits = (config.epochs, config.updates, config.seconds)
+        length = self.folder.config.length
+        limits = (length.epochs, length.updates, length.seconds)
         values = (self.epoch, self.update, self.seconds)
         for reason, value, limit in zip(LIMIT_REASONS, values, limits, strict=True):
             if limit is not None and value >= limit:
@@ -287,7 +287,7 @@ class Trainer:
         """Return the evaluation of the parameters and their averages at this update."""
         if self.last_evaluation.get("update") == self.update:
             return self.last_evaluation
-        torch.set_num_threads(self.folder.config.threads)
+        torch.set_num_threads(self.folder.config.machine.threads)
         self._seed_generators()
         components = self.components
         measures: dict[str, float] = {}
@@ -308,7 +308,7 @@ class Trainer:
 
     def _log(self, loss: float) -> None:
         update, seconds = self._last_log
-        examples = (self.update - update) * self.folder.config.batch_size
+        examples = (self.update - update) * self.folder.config.problem.batch_size
         optimizer = self.components.optimizer
         curvature = optimizer.step_diagnostics if isinstance(optimizer, CurvatureOptimizer) else {}
         self._last_log = self.update, self.seconds

@@ -114,7 +114,7 @@ def _run(
     comparison: settings.Comparison, folder: Path, data_dir: Path | None, *, new: bool
 ) -> None:
     """Run to the end and publish the results, or until interrupted."""
-    data = load(next(iter(comparison.candidates().values()))[0].data, data_dir)
+    data = load(next(iter(comparison.candidates().values()))[0].problem.data, data_dir)
     displays: dict[ComparedRun, screen.RunDisplay] = {}
     if comparison.introduction:
         screen.say(comparison.introduction)

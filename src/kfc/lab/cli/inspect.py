@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Annotated, Any
@@ -127,13 +126,13 @@ def _networks(
     chosen: list[tuple[RunConfig, Record | None]]
     if runs:
         records = with_distinct_names([[read_record(path)] for path in runs])
-        chosen = [(replace(record.config, **options), record) for record in records]
+        chosen = [(record.config.with_options(**options), record) for record in records]
     else:
         configs = [{"net": net} for net in nets] if nets else [{}]
         chosen = [(make_config(**net, **options, seed=settings.seed), None) for net in configs]
     return [
         inspected_network(
-            config, load(config.data, data_dir), settings.examples, record, parameters
+            config, load(config.problem.data, data_dir), settings.examples, record, parameters
         )
         for config, record in chosen
     ]

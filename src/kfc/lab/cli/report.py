@@ -66,7 +66,9 @@ def records_in(path: Path) -> list[Record]:
     own = [record for record in found if record.name in order]
     if not own:
         raise RunError(f"{path} has no runs yet")
-    return sorted(own, key=lambda record: (order.index(record.name), record.config.lr or 0.0))
+    return sorted(
+        own, key=lambda record: (order.index(record.name), record.config.method.lr or 0.0)
+    )
 
 
 def with_distinct_names(found: list[list[Record]]) -> list[Record]:

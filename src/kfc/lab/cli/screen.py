@@ -182,7 +182,7 @@ class RunDisplay:
             state = f"loss {row['loss']:.3g}, {self._error}{row['images_per_second']:.0f} images/s"
             state += "" if norm is None else f", ν {norm:.2g}"
             self._progress.update(self._task, state=state)
-        self._progress.update(self._task, completed=self._config.fraction_done(row))
+        self._progress.update(self._task, completed=self._config.length.fraction_done(row))
 
     def _show_estimate(self, done: int, examples: int) -> None:
         """Show the first estimate of the factors as a bar of its own."""

@@ -22,6 +22,7 @@ from kfc.lab.config import (
     OPTIMIZER,
     OPTIONS,
     RECORDS,
+    Length,
     RunConfig,
     config_from_dict,
     make_config,
@@ -99,7 +100,7 @@ def train(
             with failing_together(ranks):
                 own = None
                 if ranks.rank == 0 and resume is not None:
-                    own = _plan_to_continue(resume, [given.get(name) for name in LIMITS], launch)
+                    own = _plan_to_continue(resume, _length(given), launch)
                 elif ranks.rank == 0:
                     own = _plan_to_start(make_config(**given), out, launch)
             trainer = _run(_shared(own, ranks), data_dir, launch, ranks)
@@ -136,7 +137,10 @@ class Plan:
 
 def _plan_to_start(config: RunConfig, out: Path | None, launch: Launch) -> Plan:
     """Plan a new run, or the one that this command began before torchrun restarted it."""
-    default = Path("runs") / f"{config.data}-{config.net.replace(':', '-')}-{config.optimizer}"
+    default = (
+        Path("runs")
+        / f"{config.problem.data}-{config.problem.net.replace(':', '-')}-{config.method.optimizer}"
+    )
     for path in [out] if out else takewhile(Path.exists, screen.numbered(default)):
         # Each machine counts restarts for itself; but another job may have the same name later.
         if is_of_job(path, config, launch.job) and (launch.restarted or not read_record(path).end):
@@ -145,13 +149,17 @@ def _plan_to_start(config: RunConfig, out: Path | None, launch: Launch) -> Plan:
     return Plan(out or screen.free_path(default), config, None)
 
 
-def _plan_to_continue(path: Path, limits: list[Any], launch: Launch) -> Plan:
+def _length(given: dict[str, Any]) -> Length:
+    return Length(*(given.get(name) for name in LIMITS))
+
+
+def _plan_to_continue(path: Path, length: Length, launch: Launch) -> Plan:
     folder = RunFolder(path)
-    config = folder.config.with_limits(*limits)
+    config = folder.config.with_length(length)
     record = read_record(path)
     _refuse_diverged(record, launch)
     rows = record.evaluations
-    if not launch.restarted and rows and config.fraction_done(last := rows[-1]) > 1:
+    if not launch.restarted and rows and config.length.fraction_done(last := rows[-1]) > 1:
         position = f"epoch {last['epoch']:.4g}, update {last['update']}, {last['seconds']:.1f} s"
         raise RunError(f"{path} has already passed the new limit: it is at {position}")
     folder.set_config(config)
@@ -181,9 +189,9 @@ def _refuse_diverged(record: Record, launch: Launch) -> None:
 def _run(plan: Plan, data_dir: Path | None, launch: Launch, ranks: Ranks) -> Trainer:
     """Train to the end, or until interrupted."""
     with failing_together(ranks):  # only the first process of each machine downloads the data
-        dataset = load(plan.config.data, data_dir) if launch.local_rank == 0 else None
+        dataset = load(plan.config.problem.data, data_dir) if launch.local_rank == 0 else None
     with failing_together(ranks):
-        dataset = dataset or load(plan.config.data, data_dir, progress=False)
+        dataset = dataset or load(plan.config.problem.data, data_dir, progress=False)
     silent = ranks.rank > 0
     if silent:  # all ranks have the same warnings
         warnings.simplefilter("ignore")
@@ -191,7 +199,11 @@ def _run(plan: Plan, data_dir: Path | None, launch: Launch, ranks: Ranks) -> Tra
         screen.progress_bars(hidden=silent) as progress,
         screen.interruptions(patient=launch.job is not None) as interrupted,
     ):
-        show = None if silent else screen.RunDisplay(progress, plan.config.optimizer, plan.config)
+        show = (
+            None
+            if silent
+            else screen.RunDisplay(progress, plan.config.method.optimizer, plan.config)
+        )
         if plan.folder is None:
             trainer = Trainer.start(
                 *(plan.path, plan.config, dataset), name=plan.path.name, on_row=show, ranks=ranks

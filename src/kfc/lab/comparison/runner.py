@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kfc.lab.comparison.settings import Comparison
 from kfc.lab.components import RunComponents
-from kfc.lab.config import LIMITS, ConfigError, RunConfig
+from kfc.lab.config import ConfigError, RunConfig
 from kfc.lab.data import Dataset
 from kfc.lab.options import config_errors
 from kfc.lab.runs import Record, RunFolder, read_record
@@ -21,7 +21,7 @@ class ComparedRun:
 
     def __init__(self, method: str, config: RunConfig, folder: Path) -> None:
         plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in method.lower())
-        rate = config.lr
+        rate = config.method.lr
         self.method = method
         self.config = config
         self.path = folder / (plain if rate is None else f"{plain}-lr{rate:g}")
@@ -35,11 +35,12 @@ class ComparedRun:
         if not self.path.exists():
             return Trainer.start(self.path, self.config, data, name=self.method, on_row=on_row)
         end = self.record().end
-        if end and (end["reason"] not in LIMIT_REASONS or self.config.fraction_done(end) >= 1):
+        if end and (
+            end["reason"] not in LIMIT_REASONS or self.config.length.fraction_done(end) >= 1
+        ):
             return None
         folder = RunFolder(self.path)
-        limits = [getattr(self.config, name) for name in LIMITS]
-        if folder.config != (config := folder.config.with_limits(*limits)):
+        if folder.config != (config := folder.config.with_length(self.config.length)):
             folder.set_config(config)
         return Trainer.resume(folder, data, on_row=on_row)
 

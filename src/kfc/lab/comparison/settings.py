@@ -83,7 +83,7 @@ class Comparison:
                 if not rates:
                     raise ConfigError("lr is an empty list")
                 found[name] = [make_config(**settings, lr=rate) for rate in rates]
-        names = {config.data for configs in found.values() for config in configs}
+        names = {config.problem.data for configs in found.values() for config in configs}
         if len(names) > 1:
             raise ConfigError(f"all methods must have the same data, not {', '.join(names)}")
         return found

@@ -55,17 +55,19 @@ def inspected_network(
         ConfigError: there are not as many examples.
         RunError: there is no checkpoint, or the checkpoint or the data are not of this run.
     """
-    available = config.train_examples or len(data.train.labels)
+    available = config.problem.train_examples or len(data.train.labels)
     if examples > available:
         raise ConfigError(f"examples must be at most {available}, the training set; got {examples}")
     components = NetworkComponents(config, data)
     options = ("net", "data", "init", "inputs", "seed")
-    label, training = config.net, None
-    description = {name: getattr(config, name) for name in options}
+    label, training = config.problem.net, None
+    values = config.to_dict()
+    description = {name: values[name] for name in options}
     if record is not None:
         label, training = record.name, _restore(components.model, record, data, parameters)
         origin = {"run": str(record.path), "parameters": parameters}
-        description = {**origin, **description, "optimizer": config.optimizer, "lr": config.lr}
+        method = {name: values[name] for name in ("optimizer", "lr")}
+        description = {**origin, **description, **method}
     model, images = components.model.eval(), components.examples(data.train, examples)
     return InspectedNetwork(label, description, training, model, components.task, *images)
 
@@ -76,7 +78,7 @@ def _restore(model: nn.Module, record: Record, data: Dataset, parameters: str) -
     state = read_checkpoint(record.path)
     if state is None:
         raise RunError(f"{record.path} has no checkpoint yet: there is nothing to inspect")
-    examples = record.config.train_examples or len(data.train.labels)
+    examples = record.config.problem.train_examples or len(data.train.labels)
     prefix = "averaged_" if parameters == "averaged" else ""
     measures = ("train_loss", "train_error", "test_loss", "test_error")
     with matching_checkpoint(record.path):
@@ -85,7 +87,7 @@ def _restore(model: nn.Module, record: Record, data: Dataset, parameters: str) -
             model.load_state_dict(state["averages"], strict=False)
         return {
             "update": state["update"],
-            "epoch": state["update"] / (examples // record.config.batch_size),
+            "epoch": state["update"] / (examples // record.config.problem.batch_size),
             "seconds": state["seconds"],
             **{name: state["last_evaluation"].get(prefix + name) for name in measures},
         }

@@ -93,7 +93,9 @@ def learning_rate_points(records: Sequence[Record]) -> list[Point]:
 
     Runs without a learning rate, whose optimizer adapts it, are left out.
     """
-    ran = [record for record in records if record.evaluations and record.config.lr is not None]
+    ran = [
+        record for record in records if record.evaluations and record.config.method.lr is not None
+    ]
     sound = [record for record in ran if end_reason(record) != "diverged"]
     seconds = min((last_evaluation(record)["seconds"] for record in sound or ran), default=0.0)
     points = []
@@ -102,7 +104,7 @@ def learning_rate_points(records: Sequence[Record]) -> list[Point]:
         early = [row for row in record.evaluations if row["seconds"] <= seconds]
         row = early[-1] if early else record.evaluations[0]
         loss, diverged = row["averaged_train_loss"], end_reason(record) == "diverged"
-        points.append(Point(record.config.lr or 0.0, loss, row["seconds"], diverged))
+        points.append(Point(record.config.method.lr or 0.0, loss, row["seconds"], diverged))
     return sorted(points, key=lambda point: point.lr)
 
 

@@ -120,7 +120,7 @@ def clipping_section(records: Sequence[Record]) -> dict[str, Any] | None:
     runs = [(record.name, _fisher_norm_rows(record)) for record in records]
     limits: dict[float, int] = {}
     for record, (_, rows) in zip(records, runs, strict=True):
-        if rows and (limit := record.config.options.get("clip")):
+        if rows and (limit := record.config.method.options.get("clip")):
             limits[limit] = max(limits.get(limit, 0), rows[-1]["update"])
     norms = _run_lines(runs, "fisher_norm")
     norms += [_limit_line(limit, last) for limit, last in limits.items()]

@@ -74,7 +74,7 @@ def find_baseline(records: Sequence[Record], name: str | None = None) -> Record:
         ValueError: no run has the name.
     """
     if name is None:
-        return next((r for r in records if r.config.optimizer == "sgd"), records[0])
+        return next((r for r in records if r.config.method.optimizer == "sgd"), records[0])
     named = {record.name: record for record in records}
     if name not in named:
         raise ValueError(f"no run is named {name!r}; there are {', '.join(named)}")
@@ -122,8 +122,8 @@ def summary_rows(records: Sequence[Record], baseline: str | None = None) -> list
 
     return [
         ("run", *(record.name for record in records)),
-        ("learning rate", *(setting(record.config.lr, "adaptive") for record in records)),
-        ("batch size", *(setting(record.config.batch_size) for record in records)),
+        ("learning rate", *(setting(record.config.method.lr, "adaptive") for record in records)),
+        ("batch size", *(setting(record.config.problem.batch_size) for record in records)),
         last("epochs", "epoch"),
         last("updates", "update"),
         last("seconds", "seconds"),

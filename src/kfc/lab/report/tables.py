@@ -45,7 +45,7 @@ def distinct_labels(records: Sequence[Record]) -> list[str]:
     """Return the run names, with the learning rate and a count added to names that repeat."""
     names = [record.name for record in records]
     labels = [
-        name if names.count(name) == 1 else f"{name}, lr {setting(record.config.lr)}"
+        name if names.count(name) == 1 else f"{name}, lr {setting(record.config.method.lr)}"
         for name, record in zip(names, records, strict=True)
     ]
     return [
