@@ -104,12 +104,18 @@ class Iterates:
             p.copy_(self.beta * self.weighted[p] / self.weights + (1 - self.beta) * self.z[p])
 
 
-def dense_whitened_adam(model, steps, rotation, loss_bound):
+def binary_loss(outputs, labels):
+    """Return the cross-entropy of independent outputs: is it this class or not?"""
+    return F.binary_cross_entropy_with_logits(outputs, F.one_hot(labels, 3).to(outputs))
+
+
+def dense_whitened_adam(model, steps, rotation, loss_bound, loss=F.cross_entropy):
     """Train with dense matrices; return the parameters after every step.
 
     Args:
         steps: the micro-batches of every step.
-        rotation: the period of the bases of the outputs, or ``None``.
+        rotation: the period of the bases of the outputs, or ``None``. The last layer has none if
+            the loss treats its outputs independently.
         loss_bound: κ, or ``None``.
     """
     calls, omega, roots, states, history, mean = [], {}, {}, {}, [], None
@@ -121,7 +127,7 @@ def dense_whitened_adam(model, steps, rotation, loss_bound):
         model.zero_grad()
         calls.clear()
         examples = sum(len(x) for x, _ in passes)
-        losses = [F.cross_entropy(model(x), y) * len(x) / examples for x, y in passes]
+        losses = [loss(model(x), y) * len(x) / examples for x, y in passes]
         sum(losses).backward()
         excess = sum(losses).item()
         mean = excess if mean is None else mean
@@ -142,7 +148,8 @@ def dense_whitened_adam(model, steps, rotation, loss_bound):
             if k == 1 or k % PERIODS.inverse == 0:
                 roots[layer] = root_of(omega[layer])
             gradient = matrix_of(layer, {n: p.grad for n, p in trained.items()})
-            period = rotation if "weight" in trained else None
+            is_mixed = loss is not binary_loss or layer is not layers[-1]
+            period = rotation if "weight" in trained and is_mixed else None
             white = adam_step(states.setdefault(layer, {}), gradient @ roots[layer].mT, period, k)
             step = white @ roots[layer]
             step = step * white.norm() / step.norm()
@@ -202,7 +209,7 @@ NETWORKS = {
 }
 
 
-def trained(model, steps, **options):
+def trained(model, steps, loss=F.cross_entropy, **options):
     """Train with ``WhitenedAdam``; return the parameters after every step."""
     given_options = {
         "betas": BETAS,
@@ -217,7 +224,7 @@ def trained(model, steps, **options):
         optimizer.zero_grad()
         examples = sum(len(x) for x, _ in passes)
         for x, y in passes:
-            (F.cross_entropy(model(x), y) * len(x) / examples).backward()
+            (loss(model(x), y) * len(x) / examples).backward()
         optimizer.step()
         history.append([p.detach().clone() for p in model.parameters()])
     return history
@@ -245,6 +252,95 @@ def test_eight_steps_equal_the_dense_transcription(name, sizes, rotation, loss_b
     found = trained(mine, steps, rotation_period=rotation, loss_bound=loss_bound)
     expected = dense_whitened_adam(dense, steps, rotation, loss_bound)
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_independent_outputs_are_not_rotated(name):
+    steps = batches(6)
+    mine, dense = NETWORKS[name](), NETWORKS[name]()
+    dense.load_state_dict(mine.state_dict())
+    options = {"rotation_period": 4, "loss_bound": 0.005, "likelihood": "bernoulli"}
+    found = trained(mine, steps, binary_loss, **options)
+    expected = dense_whitened_adam(dense, steps, 4, 0.005, binary_loss)
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+
+
+def rotated_weights(model, loss, **options):
+    """Return the names of the weights that have a basis after a step."""
+    optimizer = kfc.WhitenedAdam(model, **options)
+    loss(model(torch.randn(8, 4))).backward()
+    optimizer.step()
+    named = model.named_parameters()
+    return {name for name, p in named if "basis" in optimizer.state[p]}
+
+
+TARGETS = torch.randint(2, (8, 6), generator=torch.Generator().manual_seed(0)).double()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda outputs: F.binary_cross_entropy_with_logits(outputs.flatten(1), TARGETS),
+        lambda outputs: F.binary_cross_entropy_with_logits(outputs.flatten(1), 0.3 * TARGETS),
+        lambda outputs: F.mse_loss(outputs.flatten(1), TARGETS),
+    ],
+    ids=["hard targets", "soft targets", "squared error"],
+)
+def test_the_layer_of_independent_outputs_is_found_behind_a_reshape(loss):
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.Unflatten(1, (2, 3)))
+    assert rotated_weights(model, loss) == {"0.weight"}
+
+
+def test_layers_before_an_activation_and_classes_are_rotated():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6))
+    classes = TARGETS.argmax(dim=1)
+    both = {"0.weight", "2.weight"}
+    assert rotated_weights(model, lambda outputs: F.cross_entropy(outputs, classes)) == both
+    bounded = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.Tanh())
+    assert rotated_weights(bounded, lambda outputs: F.mse_loss(outputs, TARGETS)) == both
+
+
+def test_only_independent_ones_of_several_outputs_are_not_rotated():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(4, 5)
+            self.kind, self.place = nn.Linear(5, 3), nn.Linear(5, 2)
+
+        def forward(self, x):
+            hidden = self.body(x).tanh()
+            return {"kind": self.kind(hidden), "place": self.place(hidden)}
+
+    def loss(outputs):
+        kind = F.cross_entropy(outputs["kind"], TARGETS[:, :3].argmax(dim=1))
+        return kind + F.mse_loss(outputs["place"], TARGETS[:, :2])
+
+    likelihood = {"kind": "categorical", "place": "gaussian"}
+    found = rotated_weights(Heads(), loss, likelihood=likelihood, output=lambda result: result)
+    assert found == {"body.weight", "kind.weight"}
+
+
+def test_a_resumed_run_still_does_not_rotate_independent_outputs():
+    model = NETWORKS["linear"]()
+    steps = batches(6, steps=6)
+    options = {"rotation_period": 2, "schedule": kfc.Periods(50, 50)}
+    optimizer = kfc.WhitenedAdam(model, **options)
+
+    def train(model, optimizer, steps):
+        for passes in steps:
+            for x, y in passes:
+                optimizer.zero_grad()
+                binary_loss(model(x), y).backward()
+                optimizer.step()
+
+    train(model, optimizer, steps[:3])
+    other = NETWORKS["linear"]()
+    other.load_state_dict(model.state_dict())
+    resumed = kfc.WhitenedAdam(other, **options)
+    resumed.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, steps[3:])
+    train(other, resumed, steps[3:])
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def schedule_free_adam(model, lr, betas, weight_decay=0.0, eps=1e-8):

@@ -14,7 +14,7 @@ same for all terms, as given by the reduction (``term_weight``).
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -46,7 +46,13 @@ class Likelihood(ABC):
         weight: the factor of this loss in the sum of several losses.
 
     Where weights of terms can be read from the loss, reduction and weight have no effect.
+
+    Attributes:
+        is_elementwise: whether every output element is the parameter of one independent target,
+            so that the Fisher matrix in the outputs is diagonal.
     """
+
+    is_elementwise: ClassVar[bool] = False
 
     def __init__(self, reduction: Reduction = "mean", *, weight: float = 1.0) -> None:
         require_choice("reduction", reduction, REDUCTIONS)
@@ -226,6 +232,8 @@ class Categorical(Likelihood):
 
 class _Elementwise(Likelihood):
     """A distribution in which every output element is the parameter of one independent target."""
+
+    is_elementwise = True
 
     @abstractmethod
     def element_fisher(self, outputs: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Loss:
             ``"terms"``: they are certain, at least for some terms. ``"elements"``: every reading
             counts, because targets are 0 or 1. ``"largest"``: all are the largest reading.
             ``"assumed"``: as given by the reduction.
+        layers: the names of the layers that compute the output, as far as is known.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Loss:
         self.likelihood = likelihood
         self.reason = "" if likelihood is None else "given"
         self.mode = "silent"
+        self.layers: set[str] = set()
         self._fits = True
         self._quiet = quiet
         self._is_automatic = likelihood is None
@@ -75,6 +77,15 @@ class Loss:
     def tells_excess(self) -> bool:
         """Whether the excess of the loss follows from its derivative."""
         return self.likelihood is not None and self._fits
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether every element of the output is the parameter of one independent target."""
+        return self.likelihood is not None and self.likelihood.is_elementwise
+
+    def note_layers(self, layers: Collection[str]) -> None:
+        """Add layers that compute the output."""
+        self.layers |= set(layers)
 
     # Examination
 
@@ -233,6 +244,7 @@ class Loss:
             "examined_at": self._examined_at,
             "typical": float(self._typical),
             "smoothed": self._is_smoothed,
+            "layers": sorted(self.layers),
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -258,7 +270,7 @@ class Loss:
             self.likelihood = chosen.get(state["likelihood"] or "")
         self.reason, self.mode, self._fits = state["reason"], state["mode"], state["fits"]
         self._examined_at, self._typical = state["examined_at"], state["typical"]
-        self._is_smoothed = state["smoothed"]
+        self._is_smoothed, self.layers = state["smoothed"], set(state["layers"])
 
 
 def _by_shape(outputs: Tensor) -> Likelihood:

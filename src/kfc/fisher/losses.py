@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -53,6 +53,16 @@ class Losses:
             if loss.likelihood is not None:
                 loss.likelihood.check_shape(outputs[name])
         return outputs
+
+    def note_layers(self, layers: Mapping[str, Collection[str]]) -> None:
+        """Record which layers compute the outputs, by the name of the output."""
+        for name, found in layers.items():
+            self.by_name[name].note_layers(found)
+
+    def layers_of_independent_outputs(self) -> set[str]:
+        """Return the layers that compute outputs whose Fisher matrix is diagonal."""
+        losses = self.by_name.values()
+        return {layer for each in losses if each.is_elementwise for layer in each.layers}
 
     @property
     def likelihoods(self) -> dict[str, Likelihood]:

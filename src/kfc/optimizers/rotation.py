@@ -4,9 +4,13 @@ For whitened gradients G' (groups, I, n) of a layer, U are the eigenvectors of t
 of G' G'ᵀ (groups, I, I). In the rotated gradient Uᵀ G', different outputs are uncorrelated, so that
 the second moments of single entries describe it better. This is what SOAP (Vyas et al. 2024) does
 on the side of the outputs.
+
+A layer that computes independent outputs of the model is not rotated. The Fisher matrix in these
+outputs is diagonal in the coordinates that they have, but the eigenbasis of G' G'ᵀ would mix
+outputs with common errors, such as neighbouring pixels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,14 +54,24 @@ class OutputRotation:
         """The number of steps between updates of the moving average, one or two per refresh."""
         return self._period if self._period % 2 else self._period // 2
 
-    def update_(self, gradients: Vector, states: States, step: int, bad: Tensor | None) -> None:
+    def update_(
+        self,
+        gradients: Vector,
+        states: States,
+        step: int,
+        bad: Tensor | None,
+        excluded: Collection[str],
+    ) -> None:
         """Average in whitened gradients and refresh the bases, if this is due at the step.
 
         Args:
             bad: a boolean scalar; if true, nothing changes. ``None``: the step is known to be good.
+            excluded: names of weights that do not begin to have a basis.
         """
         for name in self._names & gradients.keys():
             state, matrix = states[name], gradients[name]
+            if BASIS not in state and name in excluded:
+                continue
             if BASIS in state and step % self._interval:
                 continue
             product, decay = matrix @ matrix.mT, GRAM_DECAY**self._interval
@@ -72,11 +86,16 @@ class OutputRotation:
 
     def rotated(self, vectors: Vector, states: States) -> Vector:
         """Return Uᵀ V for vectors V."""
-        return self._times(vectors, {n: states[n][BASIS].mT for n in self._names & vectors.keys()})
+        return self._times(vectors, {name: u.mT for name, u in self._bases(vectors, states)})
 
     def rotated_back(self, vectors: Vector, states: States) -> Vector:
         """Return U V for vectors V."""
-        return self._times(vectors, {n: states[n][BASIS] for n in self._names & vectors.keys()})
+        return self._times(vectors, dict(self._bases(vectors, states)))
+
+    def _bases(self, vectors: Vector, states: States) -> Iterator[tuple[str, Tensor]]:
+        for name in self._names & vectors.keys():
+            if BASIS in states[name]:
+                yield name, states[name][BASIS]
 
     @staticmethod
     def _times(vectors: Vector, bases: Vector) -> Vector:
@@ -87,7 +106,8 @@ class OutputRotation:
         """Return a sentence about what is rotated."""
         return (
             "second moments of whitened gradients: in the eigenbasis of the layer's outputs, "
-            f"refreshed every {self._period} steps, for layers with at most {self._max_size}"
+            f"refreshed every {self._period} steps, for layers with at most {self._max_size}, but "
+            "not if the loss treats them independently"
         )
 
 

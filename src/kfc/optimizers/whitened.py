@@ -205,7 +205,11 @@ class WhitenedAdam(CurvatureOptimizer):
         rotation, engine = self._rotation, self.engine
         states_by_name = {name: self.state[self._parameters[name]] for name in gradients}
         if rotation is not None:
-            rotation.update_(gradients, states_by_name, engine.steps + 1, engine.in_doubt)
+            independent = engine.collector.losses.layers_of_independent_outputs()
+            outputs = [name for name, (n, _) in engine.plan.layer_of.items() if n in independent]
+            rotation.update_(
+                gradients, states_by_name, engine.steps + 1, engine.in_doubt, excluded=outputs
+            )
             gradients = rotation.rotated(gradients, states_by_name)
         steps: Vector = {}
         for group, names, states, bad in self._states_by_group(gradients):

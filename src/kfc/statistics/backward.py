@@ -20,10 +20,12 @@ class LayerCall(NamedTuple):
     """One call of one layer.
 
     Attributes:
+        layer: the layer's name.
         kept: what the layer's statistics need to know about the inputs.
         shape: the shape of the output.
     """
 
+    layer: str
     statistics: LayerStatistics
     kept: Any
     shape: torch.Size
@@ -90,7 +92,7 @@ class RecordedPass:
         statistics = self._statistics[layer]
         with self._timed(), torch.no_grad(), without_autocast(output.device):
             kept = statistics.forward(inputs, output)
-        edge, call = output_edge(output), LayerCall(statistics, kept, output.shape)
+        edge, call = output_edge(output), LayerCall(layer, statistics, kept, output.shape)
         self.calls.append((edge, call))
         self._outputs.append(weakref.ref(output))
         if self._during_backward:
@@ -104,6 +106,10 @@ class RecordedPass:
         self._outputs += [weakref.ref(output) for output in outputs]
         if self._during_backward:
             self.calls.clear()  # the hooks gather the derivatives
+
+    def layers_at(self, edge: GradientEdge) -> set[str]:
+        """Return the layers whose output has its derivative at this edge."""
+        return {call.layer for own, call in self.calls if own == edge}
 
     # Derivatives
 

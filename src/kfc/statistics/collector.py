@@ -185,6 +185,7 @@ class Collector:
         self._observations.append(observation)
         self._limit_waiting()
         if recorded is not None:
+            self.losses.note_layers(observation.output_layers)
             recorded.end_forward(observation.examples, outputs.values())
             self._reducer.check_model(self.model)
         if not self._has_loss:

@@ -22,6 +22,7 @@ class Observation:
         is_complete: whether a backward pass came to its end.
         recorded: the calls of the layers; ``None`` if they are not needed, or no longer.
         edges: where the derivatives arrive, and the shape that they have there.
+        output_layers: the recorded layers that compute each output.
     """
 
     def __init__(
@@ -33,9 +34,13 @@ class Observation:
         self.is_complete = self.was_dropped = False
         self.recorded = recorded
         self.edges: dict[str, tuple[GradientEdge, Size]] = {}
+        self.output_layers: dict[str, set[str]] = {}
         if recorded is not None:
             whole = {name: viewed(t) for name, t in outputs.items() if t.requires_grad}
             self.edges = {name: (get_gradient_edge(t), t.shape) for name, t in whole.items()}
+            self.output_layers = {
+                n: recorded.layers_at(edge) for n, (edge, _) in self.edges.items()
+            }
 
     @property
     def examples(self) -> int:
