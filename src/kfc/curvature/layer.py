@@ -121,7 +121,7 @@ class LayerCurvature(ABC):
     # Statistics
 
     def trained_roles(self) -> tuple[str, ...]:
-        return tuple(self.layer.trained())
+        return self.layer.trained_roles()
 
     def is_current(self) -> bool:
         """Return whether the state belongs to exactly the parameters trained now."""
@@ -129,7 +129,8 @@ class LayerCurvature(ABC):
         return bool(roles) and self.state.roles == roles
 
     def lacks_statistics(self) -> bool:
-        return bool(self.trained_roles()) and not (self.is_current() and self.state.running)
+        roles = self.trained_roles()
+        return bool(roles) and not (self.state.roles == roles and self.state.running)
 
     def lacks_inverse(self) -> bool:
         """Return whether there are averages to invert, but no inverse yet."""

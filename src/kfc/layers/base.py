@@ -47,7 +47,14 @@ class Layer(ABC):  # noqa: B024 - its subclasses are abstract
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are not frozen, by role, in the order of ``roles``."""
-        return {role: p for role, p in self.parameters().items() if p.requires_grad}
+        own = self.module._parameters
+        return {role: cast(nn.Parameter, own[role]) for role in self.trained_roles()}
+
+    def trained_roles(self) -> tuple[str, ...]:
+        """Return the roles of the parameters that are not frozen; called often in every step."""
+        own = self.module._parameters
+        found = [(role, own.get(role)) for role in self.roles]
+        return tuple([role for role, p in found if p is not None and p.requires_grad])
 
 
 class MatrixLayer(Layer):

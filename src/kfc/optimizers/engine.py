@@ -116,8 +116,9 @@ class Engine:
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the trained parameters that have one, by name."""
         found: dict[str, Tensor] = {}
-        refuse_sharded(self.model.named_parameters())
-        for name, parameter in self.model.named_parameters():
+        parameters = list(self.model.named_parameters())
+        refuse_sharded(parameters)
+        for name, parameter in parameters:
             if parameter.grad is None or not parameter.requires_grad:
                 continue
             if parameter.grad.layout != torch.strided:

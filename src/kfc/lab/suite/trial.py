@@ -162,7 +162,8 @@ class Trial:
         """Seed the random numbers of this update, so that a resumed run draws the same."""
         text = f"{self._seed} {self.outcome.updates}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-        torch.manual_seed(seed)
+        # torch.manual_seed also prepares accelerators, which takes longer than a small step.
+        torch.default_generator.manual_seed(seed)
         return torch.Generator().manual_seed(seed)
 
     def _next_batch(self) -> tuple[Tensor, Tensor]:
