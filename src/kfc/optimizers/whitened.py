@@ -66,7 +66,8 @@ class WhitenedAdam(CurvatureOptimizer):
             shortened. A batch whose excess is more than twice the running mean counts less. If the
             loss fits no likelihood, there is no bound. ``None``: no bound.
         rotation_period: the number of steps between refreshes of the eigenbases of the outputs;
-            ``None``: second moments are kept in whitened coordinates, without a rotation.
+            ``None``: second moments are kept in whitened coordinates, without a rotation. Layers that
+            compute outputs which the loss treats independently are never rotated.
         factor_decay: ξ, the weight of the old value in the moving average of Ω, at each update of
             the statistics; ``"averaging"``: exp(-1/τ).
         max_factor_size: layers with a wider Ω keep only its diagonal, and layers with more outputs
