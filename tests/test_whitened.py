@@ -376,7 +376,13 @@ def test_a_wide_factor_is_diagonal():
     model = nn.Linear(6, 3)
     x, y = torch.randn(8, 6), torch.randint(3, (8,))
     optimizer = kfc.WhitenedAdam(
-        model, 0.1, max_factor_size=6, damping=DAMPING, rotation_period=None, loss_bound=None
+        model,
+        0.1,
+        weight_decay=0.0,
+        max_factor_size=6,
+        damping=DAMPING,
+        rotation_period=None,
+        loss_bound=None,
     )
     before = matrix_of(model, {"weight": model.weight.detach(), "bias": model.bias.detach()})
     F.cross_entropy(model(x), y).backward()
@@ -544,7 +550,9 @@ def test_with_large_damping_it_is_schedule_free_adam():
     one, other = nn.Linear(5, 3), nn.Linear(5, 3)
     other.load_state_dict(one.state_dict())
     schedule = kfc.Periods(100, 100)
-    mine = kfc.WhitenedAdam(one, damping=1e14, eps=0.0, schedule=schedule, rotation_period=None)
+    mine = kfc.WhitenedAdam(
+        one, damping=1e14, eps=0.0, weight_decay=0.0, schedule=schedule, rotation_period=None
+    )
     adam = schedule_free_adam(other, 0.015, (0.8, 0.99), eps=0.0)
     for _ in range(6):
         x, y = torch.randn(8, 5), torch.randint(3, (8,))

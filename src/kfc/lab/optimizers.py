@@ -293,6 +293,7 @@ class WhitenedAdamOptions(RefreshOptions):
             model,
             self.lr if setup.lr is None else setup.lr,
             betas=(self.beta1, self.beta2),
+            weight_decay=0.0,  # the groups have that of the command line
             damping=self.damping,
             loss_bound=self.loss_bound or None,
             rotation_period=self.rotation_period or None,

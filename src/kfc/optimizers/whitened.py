@@ -83,7 +83,7 @@ class WhitenedAdam(CurvatureOptimizer):
         *,
         betas: tuple[float, float] = (0.8, 0.99),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float = 0.02,
         damping: float = 0.3,
         averaging_timescale: float | None = None,
         groups: Sequence[Mapping[str, Any]] | None = None,
