@@ -238,10 +238,11 @@ def test_the_overhead_of_a_budget_has_no_effect_with_fixed_periods():
         kfc.Budget(0.25, statistics=5, inverse=10)
 
 
-def test_a_likelihood_has_no_effect_without_the_loss_bound():
+def test_a_likelihood_has_no_effect_without_loss_bound_and_rotation():
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="likelihood has no effect without a loss_bound"):
-        kfc.WhitenedAdam(model, likelihood="categorical", loss_bound=None)
+    options = {"likelihood": "categorical", "loss_bound": None, "rotation_period": None}
+    with pytest.raises(ValueError, match="likelihood has no effect without a loss_bound and"):
+        kfc.WhitenedAdam(model, **options)
     assert not model._forward_hooks
 
 

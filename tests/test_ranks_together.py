@@ -138,6 +138,29 @@ def differing_inverse(rank, size):
     return None
 
 
+def independent_outputs(rank, size):
+    """Train with binary cross-entropy; in the first step, rank 1 has no targets."""
+    run = DistributedDataParallel(network())
+    optimizer = kfc.WhitenedAdam(run, rotation_period=2)
+    where, _ = pieces(rank, size)
+    for index, (images, labels) in enumerate(batches(3)):
+        optimizer.zero_grad()
+        outputs = run(images[where])
+        targets = F.one_hot(labels[where], outputs.shape[1]).to(outputs)
+        weight = 0.0 if index == 0 and rank == 1 else 1.0
+        (weight * F.binary_cross_entropy_with_logits(outputs, targets)).backward()
+        optimizer.step()
+    rotated = [name for name, p in run.module.named_parameters() if "basis" in optimizer.state[p]]
+    return rotated, [p.tolist() for p in run.parameters()]
+
+
+def test_ranks_agree_on_the_layer_of_independent_outputs():
+    one, two = run_ranks(independent_outputs, 2, 2)
+    assert one == two
+    weights = [name for name, parameter in network().named_parameters() if parameter.dim() > 1]
+    assert one[0] == weights[:-1]
+
+
 def unequal_gradients(rank, size):
     """Run the model without DistributedDataParallel."""
     model = network()

@@ -291,6 +291,60 @@ def test_the_layer_of_independent_outputs_is_found_behind_a_reshape(loss):
     assert rotated_weights(model, loss) == {"0.weight"}
 
 
+class Ended(nn.Module):
+    """A network whose output layer is followed by an operation."""
+
+    def __init__(self, last, ending):
+        super().__init__()
+        self.first, self.last, self.ending = nn.Linear(4, 4), last, ending
+
+    def forward(self, x):
+        return self.ending(self.last(self.first(x).tanh()))
+
+
+def image_head():
+    """Return a layer from four values to an image (N, 2, 3, 3), in the order channels last."""
+    convolution = nn.Conv2d(1, 2, 2, padding=1)
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 2)), convolution.to(memory_format=torch.channels_last)
+    )
+
+
+@pytest.mark.parametrize(
+    ("last", "ending"),
+    [
+        (image_head, lambda y: y),
+        (image_head, lambda y: y.flatten(1)),
+        (image_head, lambda y: y.permute(0, 2, 3, 1)),
+        (lambda: nn.Linear(4, 6), lambda y: y.reshape(8, 2, 3).transpose(1, 2).contiguous()),
+        (lambda: nn.Linear(4, 6), lambda y: y.float()),
+    ],
+    ids=["convolution", "copied", "permuted", "transposed and copied", "cast"],
+)
+def test_the_layer_of_independent_outputs_is_found_behind_operations(last, ending):
+    model = Ended(last(), ending)
+    assert rotated_weights(model, lambda y: F.mse_loss(y, torch.ones_like(y))) == {"first.weight"}
+
+
+def test_the_layer_of_independent_outputs_is_found_behind_a_backward_hook():
+    model = Ended(nn.Linear(4, 6), lambda y: y)
+    model.last.register_full_backward_hook(lambda *_: None)
+    assert rotated_weights(model, lambda y: F.mse_loss(y, TARGETS)) == {"first.weight"}
+
+
+def test_no_layer_is_rotated_before_the_likelihood_is_known():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6))
+    optimizer = kfc.WhitenedAdam(model)
+    for factor in (0.0, 1.0):
+        optimizer.zero_grad()
+        outputs = model(torch.randn(8, 4))
+        (factor * F.binary_cross_entropy_with_logits(outputs, TARGETS)).backward()
+        optimizer.step()
+    assert "basis" in optimizer.state[model[0].weight]
+    assert "basis" not in optimizer.state[model[2].weight]
+    assert "except layers of independent model outputs: 2" in optimizer.describe()
+
+
 def test_layers_before_an_activation_and_classes_are_rotated():
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6))
     classes = TARGETS.argmax(dim=1)

@@ -129,8 +129,7 @@ class LayerCurvature(ABC):
         return bool(roles) and self.state.roles == roles
 
     def lacks_statistics(self) -> bool:
-        roles = self.trained_roles()
-        return bool(roles) and not (self.state.roles == roles and self.state.running)
+        return bool(self.trained_roles()) and not (self.is_current() and self.state.running)
 
     def lacks_inverse(self) -> bool:
         """Return whether there are averages to invert, but no inverse yet."""

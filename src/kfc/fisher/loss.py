@@ -16,6 +16,7 @@ from kfc.fisher.reading import Reading, smoothed_weight
 
 # The loss is examined in the first backward pass, and again after this many steps.
 EXAMINATION_PERIOD = 1000
+UNTIL_DERIVATIVE = "assumed until the loss has a derivative"
 MODES = ("silent", "terms", "elements", "largest", "assumed")
 
 
@@ -31,7 +32,7 @@ class Loss:
     Args:
         likelihood: what the outputs parametrise; ``None``: chosen from the first backward pass.
         strict: raise an error if the loss does not fit the likelihood; otherwise warn once.
-        quiet: neither raise nor warn, because only the excess of the loss is needed.
+        quiet: neither raise nor warn, because the scale of the curvature is not needed.
         name: the name of the output, if there are several.
 
     Attributes:
@@ -41,7 +42,7 @@ class Loss:
             ``"terms"``: they are certain, at least for some terms. ``"elements"``: every reading
             counts, because targets are 0 or 1. ``"largest"``: all are the largest reading.
             ``"assumed"``: as given by the reduction.
-        layers: the names of the layers that compute the output, as far as is known.
+        layers: the names of the layers that compute the output; ``None`` if unknown.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Loss:
         self.likelihood = likelihood
         self.reason = "" if likelihood is None else "given"
         self.mode = "silent"
-        self.layers: set[str] = set()
+        self.layers: set[str] | None = None
         self._fits = True
         self._quiet = quiet
         self._is_automatic = likelihood is None
@@ -79,13 +80,18 @@ class Loss:
         return self.likelihood is not None and self._fits
 
     @property
-    def is_elementwise(self) -> bool:
-        """Whether every element of the output is the parameter of one independent target."""
-        return self.likelihood is not None and self.likelihood.is_elementwise
+    def independent_layers(self) -> set[str] | None:
+        """The layers that compute the output, if its Fisher matrix is diagonal; else none.
+
+        ``None`` if the layers or the likelihood are unknown yet.
+        """
+        if self.likelihood is None or self.layers is None or self.reason == UNTIL_DERIVATIVE:
+            return None
+        return self.layers if self.likelihood.is_elementwise else set()
 
     def note_layers(self, layers: Collection[str]) -> None:
         """Add layers that compute the output."""
-        self.layers |= set(layers)
+        self.layers = {*(self.layers or ()), *layers}
 
     # Examination
 
@@ -106,7 +112,7 @@ class Loss:
         if not 0 < size < float("inf"):
             if self.likelihood is None:
                 self.likelihood = _by_shape(outputs)
-                self.reason = "assumed until the loss has a derivative"
+                self.reason = UNTIL_DERIVATIVE
             return
         fit = Fit(outputs, derivative)
         if self.likelihood is None or (self._is_automatic and self._examined_at is None):
@@ -244,7 +250,6 @@ class Loss:
             "examined_at": self._examined_at,
             "typical": float(self._typical),
             "smoothed": self._is_smoothed,
-            "layers": sorted(self.layers),
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -270,7 +275,7 @@ class Loss:
             self.likelihood = chosen.get(state["likelihood"] or "")
         self.reason, self.mode, self._fits = state["reason"], state["mode"], state["fits"]
         self._examined_at, self._typical = state["examined_at"], state["typical"]
-        self._is_smoothed, self.layers = state["smoothed"], set(state["layers"])
+        self._is_smoothed = state["smoothed"]
 
 
 def _by_shape(outputs: Tensor) -> Likelihood:

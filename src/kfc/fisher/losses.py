@@ -20,7 +20,7 @@ class Losses:
         choice: the likelihood, or a dict with that of each output; ``"auto"``: from the loss.
         output: selects the tensor of outputs, or a dict of them, from what the model returns.
         strict: raise an error if the loss does not fit the likelihood, instead of a warning.
-        quiet: do neither, because only the excess of the loss is needed.
+        quiet: do neither, because the scale of the curvature is not needed.
     """
 
     def __init__(
@@ -59,10 +59,18 @@ class Losses:
         for name, found in layers.items():
             self.by_name[name].note_layers(found)
 
-    def layers_of_independent_outputs(self) -> set[str]:
-        """Return the layers that compute outputs whose Fisher matrix is diagonal."""
-        losses = self.by_name.values()
-        return {layer for each in losses if each.is_elementwise for layer in each.layers}
+    def independent_layers(self) -> set[str] | None:
+        """Return the layers that compute outputs whose Fisher matrix is diagonal.
+
+        ``None`` if the layers or the likelihood of an output are unknown yet.
+        """
+        found: set[str] = set()
+        for loss in self.by_name.values():
+            own = loss.independent_layers
+            if own is None:
+                return None
+            found |= own
+        return found
 
     @property
     def likelihoods(self) -> dict[str, Likelihood]:

@@ -189,6 +189,8 @@ class RunConfig:
 
     def with_options(self, **values: Any) -> RunConfig:
         """Return the run with other values of these options."""
+        if unknown := values.keys() - OPTIONS.keys():
+            raise ConfigError(f"unknown options: {', '.join(sorted(unknown))}")
         return from_flat(RunConfig, {**flat(self), **values})
 
     def with_length(self, length: Length) -> RunConfig:

@@ -6,18 +6,20 @@ the second moments of single entries describe it better. This is what SOAP (Vyas
 on the side of the outputs.
 
 A layer that computes independent outputs of the model is not rotated. The Fisher matrix in these
-outputs is diagonal in the coordinates that they have, but the eigenbasis of G' G'ᵀ would mix
-outputs with common errors, such as neighbouring pixels.
+outputs is already diagonal, whereas the eigenbasis of G' G'ᵀ would mix outputs whose errors are
+correlated, such as neighbouring pixels.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfc._helpers import moved
+from kfc._helpers import moved, require_keys
 from kfc.curvature.kronecker import eigendecompose
+from kfc.distributed.reducer import Reducer
+from kfc.fisher.losses import Losses
 from kfc.layers import MatrixLayer, Plan
 
 # The parts of a weight's state: the moving average of G' G'ᵀ, and U.
@@ -32,8 +34,8 @@ States = Mapping[str, dict[str, Any]]
 class OutputRotation:
     """Rotates matrices (groups, I, n), by the name of a layer's weight, to bases of the outputs.
 
-    Bases belong to layers with at most ``max_size`` rows (in each group). They are kept in the
-    state of the weight. Other vectors stay as they are.
+    Bases belong to layers with at most ``max_size`` rows (in each group), except layers of
+    independent outputs. They are kept in the state of the weight. Other vectors stay as they are.
 
     Args:
         period: the number of steps between refreshes of the bases.
@@ -48,30 +50,41 @@ class OutputRotation:
             for name, layer in layers.items()
             if isinstance(layer, MatrixLayer) and layer.factor_sizes()[1] <= max_size
         }
+        self._layer_of = {name: plan.layer_of[name][0] for name in sorted(self._names)}
+        # The weights of layers of independent outputs; None until they are known.
+        self._excluded: set[str] | None = None
+
+    def exclude_(self, losses: Losses, reducer: Reducer) -> None:
+        """Exclude the layers of independent outputs, as soon as a rank knows them.
+
+        The ranks decide this together and once, because their losses may look different: one that
+        has no targets in the first step, for instance, cannot tell its likelihood.
+        """
+        if self._excluded is not None or not self._names:
+            return
+        own = losses.independent_layers()
+        flags = [layer in (own or ()) for layer in self._layer_of.values()]
+        numbers = reducer.gather([float(flag) for flag in (own is not None, *flags)])
+        known = [found for is_known, *found in numbers if is_known]
+        if known:
+            columns = zip(*known, strict=True)
+            self._excluded = {n for n, c in zip(self._layer_of, columns, strict=True) if any(c)}
 
     @property
     def _interval(self) -> int:
         """The number of steps between updates of the moving average, one or two per refresh."""
         return self._period if self._period % 2 else self._period // 2
 
-    def update_(
-        self,
-        gradients: Vector,
-        states: States,
-        step: int,
-        bad: Tensor | None,
-        excluded: Collection[str],
-    ) -> None:
+    def update_(self, gradients: Vector, states: States, step: int, bad: Tensor | None) -> None:
         """Average in whitened gradients and refresh the bases, if this is due at the step.
 
         Args:
             bad: a boolean scalar; if true, nothing changes. ``None``: the step is known to be good.
-            excluded: names of weights that do not begin to have a basis.
         """
-        for name in self._names & gradients.keys():
+        if self._excluded is None:
+            return
+        for name in self._names & gradients.keys() - self._excluded:
             state, matrix = states[name], gradients[name]
-            if BASIS not in state and name in excluded:
-                continue
             if BASIS in state and step % self._interval:
                 continue
             product, decay = matrix @ matrix.mT, GRAM_DECAY**self._interval
@@ -104,11 +117,31 @@ class OutputRotation:
 
     def describe(self) -> str:
         """Return a sentence about what is rotated."""
+        layers = sorted(self._layer_of[name] for name in self._excluded or ())
+        excluded = ": " + ", ".join(layers) if layers else ""
         return (
             "second moments of whitened gradients: in the eigenbasis of the layer's outputs, "
-            f"refreshed every {self._period} steps, for layers with at most {self._max_size}, but "
-            "not if the loss treats them independently"
+            f"refreshed every {self._period} steps, for layers with at most {self._max_size} "
+            f"outputs, except layers of independent model outputs{excluded}"
         )
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"excluded": None if self._excluded is None else sorted(self._excluded)}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
+        require_keys("state of the rotation", state, self.state_dict())
+        if unknown := set(state["excluded"] or ()) - self._names:
+            raise ValueError(
+                f"the state dict excludes weights from the rotation that do not exist here: "
+                f"{', '.join(sorted(unknown))}"
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        excluded = state["excluded"]
+        self._excluded = None if excluded is None else set(excluded)
 
 
 def _eigenvectors(gram: Tensor) -> Tensor:

@@ -53,12 +53,13 @@ class WhitenedAdam(CurvatureOptimizer):
         betas: β₁, the weight of the running average in the parameters, and β₂, the weight of the
             old value in the moving average of squared gradients.
         eps: ε, added to the root of the second moments.
-        weight_decay: λ, decoupled as in ``torch.optim.AdamW``: θ ← θ - lr λ θ.
+        weight_decay: λ, decoupled as in ``torch.optim.AdamW``: every step adds -lr λ θ.
         damping: δ as a fraction of Ω's mean eigenvalue. A layer has the damping, the betas and the
             eps of its weight's group.
         averaging_timescale: as in ``kfc.KFC``.
         groups: as in ``kfc.KFC``.
-        likelihood: what the outputs parametrise, as in ``kfc.KFC``; only the loss bound needs it.
+        likelihood: what the outputs parametrise, as in ``kfc.KFC``. The loss bound and the choice
+            of rotated layers need it. A loss that fits no likelihood is taken for a squared error.
         output: selects the tensor of outputs from what the model returns, if that is not a tensor.
             Its first dimension is that of the examples.
         loss_bound: κ. To first order, what a step changes at once may change the loss on the batch
@@ -66,8 +67,9 @@ class WhitenedAdam(CurvatureOptimizer):
             shortened. A batch whose excess is more than twice the running mean counts less. If the
             loss fits no likelihood, there is no bound. ``None``: no bound.
         rotation_period: the number of steps between refreshes of the eigenbases of the outputs;
-            ``None``: second moments are kept in whitened coordinates, without a rotation. Layers that
-            compute outputs which the loss treats independently are never rotated.
+            ``None``: second moments are kept in whitened coordinates, without a rotation. A layer
+            whose output is an output of the model is not rotated if the likelihood treats its
+            elements independently, as Bernoulli and Gaussian do.
         factor_decay: ξ, the weight of the old value in the moving average of Ω, at each update of
             the statistics; ``"averaging"``: exp(-1/τ).
         max_factor_size: layers with a wider Ω keep only its diagonal, and layers with more outputs
@@ -108,8 +110,10 @@ class WhitenedAdam(CurvatureOptimizer):
             require_whole("rotation_period", rotation_period)
         if loss_bound is not None:
             require_number("loss_bound", loss_bound, positive=True)
-        elif likelihood != "auto":
-            raise ValueError("likelihood has no effect without a loss_bound; remove it")
+        elif likelihood != "auto" and rotation_period is None:
+            raise ValueError(
+                "likelihood has no effect without a loss_bound and a rotation_period; remove it"
+            )
         engine = Engine(
             model,
             likelihood=likelihood,
@@ -206,11 +210,8 @@ class WhitenedAdam(CurvatureOptimizer):
         rotation, engine = self._rotation, self.engine
         states_by_name = {name: self.state[self._parameters[name]] for name in gradients}
         if rotation is not None:
-            independent = engine.collector.losses.layers_of_independent_outputs()
-            outputs = [name for name, (n, _) in engine.plan.layer_of.items() if n in independent]
-            rotation.update_(
-                gradients, states_by_name, engine.steps + 1, engine.in_doubt, excluded=outputs
-            )
+            rotation.exclude_(engine.collector.losses, engine.reducer)
+            rotation.update_(gradients, states_by_name, engine.steps + 1, engine.in_doubt)
             gradients = rotation.rotated(gradients, states_by_name)
         steps: Vector = {}
         for group, names, states, bad in self._states_by_group(gradients):
@@ -338,20 +339,29 @@ class WhitenedAdam(CurvatureOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         bound = None if self._bound is None else self._bound.state_dict()
-        own = {"loss_bound": bound, "iterates": self._iterates.state_dict()}
+        rotation = None if self._rotation is None else self._rotation.state_dict()
+        iterates = self._iterates.state_dict()
+        own = {"loss_bound": bound, "iterates": iterates, "rotation": rotation}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         check_version(state_dict)
-        require_keys("optimizer state", state_dict, ("loss_bound", "iterates"))
-        self._iterates.check_state(state_dict["iterates"])
-        saved = state_dict["loss_bound"]
-        if self._bound is not None and saved is not None:
-            self._bound.check_state(saved)
+        parts = {
+            "loss_bound": self._bound,
+            "iterates": self._iterates,
+            "rotation": self._rotation,
+        }
+        require_keys("optimizer state", state_dict, parts)
+        saved = [
+            (part, state_dict[name])
+            for name, part in parts.items()
+            if part is not None and state_dict[name] is not None
+        ]
+        for part, state in saved:
+            part.check_state(state)
         super().load_state_dict(state_dict)
-        self._iterates.load_state_dict(state_dict["iterates"])
-        if self._bound is not None and saved is not None:
-            self._bound.load_state_dict(saved)
+        for part, state in saved:
+            part.load_state_dict(state)
 
 
 def _copied(gradient: Tensor) -> Tensor:

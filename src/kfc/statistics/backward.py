@@ -37,6 +37,16 @@ class LayerCall(NamedTuple):
                 self.statistics.backward(self.kept, derivative.reshape(self.shape), examples)
 
 
+# Nodes of operations whose result has the elements of their only input.
+SAME_ELEMENTS = frozenset(
+    f"{name}Backward{number}"
+    for name in (
+        *("Alias", "Clone", "Permute", "ReshapeAlias", "Squeeze", "ToCopy", "Transpose"),
+        *("UnsafeView", "Unsqueeze", "View", "BackwardHookFunction"),
+    )
+    for number in ("", "0", "1", "2")
+)
+
 # A call, and where the derivative with respect to its output arrives. The edge, not the tensor:
 # after an in-place ReLU the tensor's derivative is silently another one.
 EdgeAndCall = tuple[GradientEdge, LayerCall]
@@ -108,8 +118,18 @@ class RecordedPass:
             self.calls.clear()  # the hooks gather the derivatives
 
     def layers_at(self, edge: GradientEdge) -> set[str]:
-        """Return the layers whose output has its derivative at this edge."""
-        return {call.layer for own, call in self.calls if own == edge}
+        """Return the names of the layers whose output has this gradient edge.
+
+        A tensor that an operation only reshapes, transposes, copies or casts counts as the same.
+        """
+        by_edge: dict[tuple[Node | None, int], set[str]] = {}
+        for own, call in self.calls:
+            by_edge.setdefault((own.node, own.output_nr), set()).add(call.layer)
+        node: Node | None = edge.node
+        number = edge.output_nr
+        while node is not None and (node, number) not in by_edge and node.name() in SAME_ELEMENTS:
+            node, number = node.next_functions[0]
+        return by_edge.get((node, number), set())
 
     # Derivatives
 
