@@ -88,7 +88,26 @@ def tables(results: Results) -> str:
         lines.append(
             f"| {method} | {score(own):.3f} | {bound}{mean:.2f} | {reached} of {len(own)} |"
         )
+    if "tuned" in results["settings"]["rulings"]:
+        lines += ["", *_settings(results)]
     return "\n".join(lines)
+
+
+def _settings(results: Results) -> list[str]:
+    """Return the lines of a table of the settings of the fastest trials."""
+    methods = results["settings"]["methods"]
+    lines = [f"| workload | {' | '.join(methods)} |", "|---" * (1 + len(methods)) + "|"]
+    for workload in results["workloads"]:
+        cells = []
+        for method in methods:
+            runs = [
+                r for r in results["runs"] if (r["workload"], r["method"]) == (workload, method)
+            ]
+            reached = [run for run in runs if run["seconds_to_target"] is not None]
+            fastest = min(reached, key=lambda run: run["seconds_to_target"], default=None)
+            cells.append("none" if fastest is None else fastest["setting"])
+        lines.append(f"| `{workload}` | {' | '.join(cells)} |")
+    return lines
 
 
 def _cell(seconds: float, best: float, limit: float) -> str:

@@ -7,12 +7,17 @@ import pytest
 import suite_figure
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "docs" / "results" / "suite-untuned.json"
+RESULTS = ROOT / "docs" / "results"
 
 
-def test_the_documents_show_the_recorded_results():
-    results = suite_figure.merged([RESULTS])
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("suite-*.json")), ids=lambda path: path.stem)
+def test_the_documents_show_the_recorded_results(path):
+    results = suite_figure.merged([path])
     assert suite_figure.tables(results) in (ROOT / "docs" / "experiments.md").read_text()
+
+
+def test_the_figure_shows_the_recorded_results():
+    results = suite_figure.merged([RESULTS / "suite-untuned.json"])
     assert (ROOT / "docs" / "pictures" / "suite.svg").read_text() == suite_figure.figure(results)
 
 
@@ -52,7 +57,17 @@ def test_contests_are_merged_and_scored(tmp_path):
     assert "| `easy` | a goal | **10** | 20 |" in text
     assert "| `hard` | a goal | > 20 | **5** |" in text  # runs end at four times the fastest
     assert "| B | 0.833 | 1.41 | 2 of 2 |" in text
-    assert "| A | 0.500 | ≥ 3.16 | 1 of 2 |" in text
+    assert "| A | 0.500 | ≥ 2.00 | 1 of 2 |" in text
+
+
+def test_tuned_results_have_a_table_of_settings(tmp_path):
+    path = contest(tmp_path / "one", "easy", {"A": [9.0, 8.0], "B": [None]})
+    content = json.loads(path.read_text())
+    content["settings"]["rulings"] = ["tuned"]
+    for run, setting in zip(content["runs"], ["lr 1", "lr 2", "lr 3"], strict=True):
+        run["setting"] = setting
+    path.write_text(json.dumps(content))
+    assert "| `easy` | lr 2 | none |" in suite_figure.tables(suite_figure.merged([path]))
 
 
 def test_the_command_writes_both_files(tmp_path, monkeypatch, capsys):

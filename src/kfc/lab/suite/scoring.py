@@ -70,15 +70,15 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def bounded_ratios(times: Table, limits: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return ratios to the fastest, where a target that was not reached counts as the limit.
+    """Return ratios to the fastest, where a target that was not reached counts as the longest run.
 
-    These are lower bounds of the true ratios. Workloads whose target no method reached are left
-    out.
+    That is the limit, or ``LARGEST_RATIO`` times the fastest, where runs end. So these are lower
+    bounds of the true ratios. Workloads whose target no method reached are left out.
     """
-    known = {name: row for name, row in times.items() if math.isfinite(min(row.values()))}
-    return ratios_to_best(
-        {
-            name: {method: min(time, limits[name]) for method, time in row.items()}
-            for name, row in known.items()
-        }
-    )
+    bounded = {}
+    for name, row in times.items():
+        best = min(row.values())
+        if math.isfinite(best):
+            longest = min(limits[name], LARGEST_RATIO * best)
+            bounded[name] = {m: t if math.isfinite(t) else longest for m, t in row.items()}
+    return ratios_to_best(bounded)
