@@ -86,6 +86,7 @@ def settings(names, **changes):
         hours=1.0,
         quick=False,
         threads=1,
+        limit_factor=1.0,
         digests={name: load("digits").digest for name in names},
         environment={"torch": torch.__version__},
     )
@@ -126,9 +127,15 @@ def test_networks_fit_their_tasks(workload):
 
 
 def test_the_quick_version_fits_into_ten_minutes():
-    quick = [each.shortened() for each in WORKLOADS.values() if each.quick]
+    quick = [each.adjusted(True, 1.0) for each in WORKLOADS.values() if each.quick]
     assert len(quick) >= 3
     assert len(METHODS) * sum(each.seconds for each in quick) <= 500
+
+
+def test_time_limits_can_be_multiplied(two_workloads, tmp_path):
+    store = Store.create(tmp_path / "suite", settings(two_workloads, limit_factor=1.5))
+    assert [each.seconds for each in Contest(store).workloads] == [18.0, 18.0]
+    assert [each.target for each in Contest(store).workloads] == [1.0, -1.0]
 
 
 def test_the_digit_that_is_brighter_owns_a_pixel():
@@ -203,6 +210,19 @@ def test_a_run_ends_at_its_target_and_counts_training_time_only(digits):
     assert outcome.time == outcome.seconds == 0.125 * outcome.updates
     assert outcome.curve[-1][2] <= 1.0 < outcome.curve[-2][2]
     assert 1 <= outcome.loss_growth < 2
+
+
+def test_the_whole_test_split_is_evaluated_when_a_run_ends(digits):
+    trial = Trial(tiny(), digits, "AdamW", Setting({"lr": 0.01}), 0, Ticks(0.125))
+    trial.advance(0.5)
+    assert trial.outcome.test == math.inf
+    trial.advance(math.inf)
+    model = tiny().build(0).eval()
+    model.load_state_dict(weights_of(trial))
+    outputs = model(digits.inputs(digits.test.images))
+    labels = torch.from_numpy(digits.test.labels.copy())
+    expected = torch.nn.functional.cross_entropy(outputs, labels).item()
+    assert trial.outcome.test == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_falling_schedule_ends_the_run(digits):
@@ -398,6 +418,8 @@ def test_wrong_arguments_of_the_suite(tmp_path, monkeypatch):
         (["--methods", ","], 2, "choose from"),
         (["--ruling", "none"], 2, "choose from untuned, tuned, both"),
         ([*few, "--hours", "-1"], 2, "must be a positive number"),
+        ([*few, "--hours", "0"], 2, "must be a positive number"),
+        ([*few, "--limit-factor", "nan"], 2, "must be a positive number"),
         ([*few, "--out", "there"], 1, "never overwritten"),
         (["--resume", "there"], 1, "not the folder of a suite"),
         (["--resume", "there", "--seeds", "2"], 2, "only --hours can be changed"),

@@ -44,6 +44,7 @@ def made_up_results(workloads=tuple(WORKLOADS), methods=tuple(METHODS)):
         hours=3.0,
         quick=False,
         threads=2,
+        limit_factor=1.0,
         digests={},
         environment={"torch": "2"},
     )

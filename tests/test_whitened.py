@@ -165,6 +165,8 @@ def dense_whitened_adam(model, steps, rotation, loss_bound, loss=F.cross_entropy
             change *= excess / usual  # with the gradient as it was
         if loss_bound is not None and change > loss_bound * usual:
             factor = loss_bound * usual / change
+        elif loss_bound is not None and change < loss_bound * usual / 2:
+            factor = min(3.0, loss_bound * usual / 2 / change)
         iterates.move({p: -LR * LAMBDA * p - factor * rate * step for p, step in update.items()})
         history.append([p.detach().clone() for p in model.parameters()])
     return history
@@ -239,8 +241,8 @@ def batches(*sizes, steps=8):
 
 @pytest.mark.parametrize(
     ("sizes", "rotation", "loss_bound"),
-    [((6,), None, None), ((4, 2), None, 0.005), ((6,), 4, 0.005)],
-    ids=["one pass", "micro-batches, bounded", "rotated, bounded"],
+    [((6,), None, None), ((4, 2), None, 0.005), ((6,), 4, 0.005), ((4, 2), 4, 0.5)],
+    ids=["one pass", "micro-batches, bounded", "rotated, bounded", "lengthened"],
 )
 @pytest.mark.parametrize("name", NETWORKS)
 def test_eight_steps_equal_the_dense_transcription(name, sizes, rotation, loss_bound):
@@ -604,9 +606,8 @@ def test_with_large_damping_it_is_schedule_free_adam():
     one, other = nn.Linear(5, 3), nn.Linear(5, 3)
     other.load_state_dict(one.state_dict())
     schedule = kfc.Periods(100, 100)
-    mine = kfc.WhitenedAdam(
-        one, damping=1e14, eps=0.0, weight_decay=0.0, schedule=schedule, rotation_period=None
-    )
+    options = {"schedule": schedule, "rotation_period": None, "loss_bound": None}
+    mine = kfc.WhitenedAdam(one, damping=1e14, eps=0.0, weight_decay=0.0, **options)
     adam = schedule_free_adam(other, 0.015, (0.8, 0.99), eps=0.0)
     for _ in range(6):
         x, y = torch.randn(8, 5), torch.randint(3, (8,))

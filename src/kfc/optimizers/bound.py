@@ -7,6 +7,9 @@ factors nor the Fisher norm limit the update that it causes. But a loss that is 
 fall by more than its excess E, the loss minus the least it could be for the targets of the batch.
 To first order, a step m lowers the objective by -∇hᵀm. If this is more than κE, the step is
 multiplied by κE / (-∇hᵀm). If it is negative, momentum leads uphill and is dropped.
+
+The excess also tells when a step is needlessly short. ``WhitenedAdam`` lengthens steps whose
+predicted decrease is less than κE/2.
 """
 
 import math
@@ -32,7 +35,7 @@ class StepLimits(NamedTuple):
 
     Attributes:
         momentum: 0 if momentum is dropped, else 1.
-        step: the factor of the whole step, at most 1.
+        step: the factor of the whole step, less than 1 if it is shortened.
     """
 
     momentum: Tensor
@@ -46,10 +49,13 @@ class LossBound:
 
     Args:
         share: κ.
+        longest: the largest factor of a step whose predicted decrease is less than κE/2; 1 if no
+            step is lengthened.
     """
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, longest: float = 1.0) -> None:
         self._share = share
+        self._longest = longest
         self._mean: Tensor | float | None = None
         self._factor: Tensor | float = 1.0
         self._bounds: Tensor | int = 0
@@ -82,6 +88,11 @@ class LossBound:
         # False if either is NaN; such a step is skipped anyway.
         is_exceeded = decrease > limit
         factor = torch.where(is_exceeded, limit / torch.where(is_exceeded, decrease, 1), 1.0)
+        if self._longest > 1:
+            # An unknown excess is infinite, and lengthens no step.
+            is_short = (decrease > 0) & (decrease < limit / 2) & torch.isfinite(limit)
+            longer = (limit / 2 / torch.where(is_short, decrease, 1)).clamp(max=self._longest)
+            factor = torch.where(is_short, longer, factor)
         self._factor = factor
         self._bounds = is_exceeded.long() + _here(self._bounds, decrease)
         self._restarts = is_uphill.long() + _here(self._restarts, decrease)

@@ -25,6 +25,8 @@ Vector = dict[str, Tensor]
 
 # Ω changes slowly: longer periods than those of Algorithm 1 lose nothing.
 PERIODS = Periods(Stretch(64, pace=1, doubling=True), Stretch(64, pace=1, doubling=True))
+# The largest factor of a step that lowers the loss by little, relative to what is left of it.
+LONGEST = 3.0
 
 
 class WhitenedAdam(CurvatureOptimizer):
@@ -49,7 +51,8 @@ class WhitenedAdam(CurvatureOptimizer):
 
     Args:
         model: the network; its layers are found by type (see ``describe()``).
-        lr: the learning rate. As in Adam, the entries of a step have a size of about ``lr``.
+        lr: the learning rate. As in Adam, the entries of a step have a size of about ``lr``, unless
+            the loss bound changes it.
         betas: β₁, the weight of the running average in the parameters, and β₂, the weight of the
             old value in the moving average of squared gradients.
         eps: ε, added to the root of the second moments.
@@ -64,8 +67,9 @@ class WhitenedAdam(CurvatureOptimizer):
             Its first dimension is that of the examples.
         loss_bound: κ. To first order, what a step changes at once may change the loss on the batch
             by at most κ times its excess, the loss minus the least it could be; longer steps are
-            shortened. A batch whose excess is more than twice the running mean counts less. If the
-            loss fits no likelihood, there is no bound. ``None``: no bound.
+            shortened. Steps that change it by less than half of this are lengthened, at most
+            threefold. A batch whose excess is more than twice the running mean counts less. If the
+            loss fits no likelihood, steps keep their length. ``None``: all steps do.
         rotation_period: the number of steps between refreshes of the eigenbases of the outputs;
             ``None``: second moments are kept in whitened coordinates, without a rotation. A layer
             whose output is an output of the model is not rotated if the likelihood treats its
@@ -127,7 +131,7 @@ class WhitenedAdam(CurvatureOptimizer):
         )
         super().__init__(engine, defaults, groups, averaging_timescale)
         self._parameters = {name: parameter for parameter, name in self._names.items()}
-        self._bound = None if loss_bound is None else LossBound(loss_bound)
+        self._bound = None if loss_bound is None else LossBound(loss_bound, LONGEST)
         self._iterates = ScheduleFree()
         self._rotation = None
         if rotation_period is not None:
@@ -157,7 +161,7 @@ class WhitenedAdam(CurvatureOptimizer):
             steps = self._adam_steps(white)  # Δ' = G' / (√v̂ + ε), with the second moments of G'
             update = self._mapped_back(steps, gradients)  # Δ = Δ' L⁻¹, norm of Δ'
             self._times_learning_rate_(update)  # v = -lr Δ
-            self._shorten_(update, gradients, excess)  # s |∇ᵀv| ≤ κ min(E, 2Ē), s = 1 - β₁ + β₁c
+            self._resize_(update, gradients, excess)  # κ/2 ≤ s |∇ᵀv| / min(E, 2Ē) ≤ κ
         with self.engine.schedule.timed("update"):
             self._start_averages()  # θ̄ begins at θ₀
             self._move_(update, self.engine.in_doubt)  # z ← z + v - lr λ θ; θ = β₁ x + (1 - β₁) z
@@ -272,12 +276,13 @@ class WhitenedAdam(CurvatureOptimizer):
             found, usual = excess
             self._scale_(gradients, torch.where(found > usual, usual / found, 1.0))
 
-    def _shorten_(
+    def _resize_(
         self, update: Vector, gradients: Vector, excess: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Multiply the update v by the warm-up factor, and by less if the loss bound demands it.
+        """Multiply the update v by the warm-up factor and by that of the loss bound.
 
-        The bound holds for the change of the parameters that v makes at once.
+        The bound holds for the change of the parameters that v makes at once: its share
+        s = 1 - β₁ + β₁c. A step is lengthened at most threefold.
         """
         iterates, device = self._iterates, self.engine.device
         factor = iterates.warm_up(device)
@@ -330,8 +335,8 @@ class WhitenedAdam(CurvatureOptimizer):
     def step_diagnostics(self) -> dict[str, Any]:
         """A dict of numbers about the loss bound; reading it waits for the device.
 
-        ``loss_bound_factor`` of the last step, and ``loss_bounds``, how often the bound shortened
-        a step.
+        ``loss_bound_factor`` of the last step, above 1 if the step was lengthened, and
+        ``loss_bounds``, how often the bound shortened a step.
         """
         return {} if self._bound is None else self._bound.diagnostics()
 

@@ -59,6 +59,10 @@ Quick = Annotated[
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Threads of each run. Default: torch's number.")
 ]
+LimitFactor = Annotated[
+    float | None,
+    typer.Option(help="Multiply all time limits, for a slower or faster machine. Default: 1."),
+]
 Resume = Annotated[
     Path | None, typer.Option(help="Continue this contest; --hours can make it longer.")
 ]
@@ -73,6 +77,7 @@ def compare_suite(
     hours: Hours = None,
     quick: Quick = False,
     threads: Threads = None,
+    limit_factor: LimitFactor = None,
     out: Annotated[Path | None, typer.Option(help="Folder; it must not exist.")] = None,
     resume: Resume = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the data sets.")] = None,
@@ -94,14 +99,15 @@ def compare_suite(
     """
     with screen.clear_errors():
         if resume is not None:
-            if quick or out or any((workloads, methods, ruling, seeds, trials, threads)):
+            given = (workloads, methods, ruling, seeds, trials, threads, limit_factor)
+            if quick or out or any(option is not None for option in given):
                 raise typer.BadParameter(
                     "a resumed contest keeps its settings; only --hours can be changed",
                     param_hint="--resume",
                 )
             store = Store(resume)
             if hours is not None:
-                settings = replace(store.settings, hours=_positive(hours))
+                settings = replace(store.settings, hours=_positive("--hours", hours))
                 store.replace_settings(settings)
         else:
             names = _chosen("--workloads", workloads, _quick_names() if quick else WORKLOADS)
@@ -111,9 +117,10 @@ def compare_suite(
                 rulings=_rulings(ruling, quick),
                 seeds=seeds or (1 if quick else SEEDS),
                 trials=trials or TRIALS,
-                hours=_positive(hours or (QUICK_HOURS if quick else HOURS)),
+                hours=_positive("--hours", _or(hours, QUICK_HOURS if quick else HOURS)),
                 quick=quick,
                 threads=threads or torch.get_num_threads(),
+                limit_factor=_positive("--limit-factor", _or(limit_factor, 1.0)),
                 digests={name: load_problem(name, data_dir).digest for name in names},
                 environment=environment(),
             )
@@ -232,7 +239,11 @@ def _quick_names() -> Sequence[str]:
     return [name for name, workload in WORKLOADS.items() if workload.quick]
 
 
-def _positive(hours: float) -> float:
-    if not 0 < hours < math.inf:
-        raise typer.BadParameter(f"must be a positive number, got {hours}", param_hint="--hours")
-    return hours
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _positive(option: str, value: float) -> float:
+    if not 0 < value < math.inf:
+        raise typer.BadParameter(f"must be a positive number, got {value}", param_hint=option)
+    return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from kfc.lab.report.figures import Figure, Json, layout, line
@@ -71,6 +72,19 @@ def growth_rows(results: Results, ruling: Ruling) -> list[Row]:
     def cell(records: Sequence[Record]) -> str:
         growth = max(record.outcome.loss_growth for record in records)
         return f"{growth:.2f}" if math.isfinite(growth) else "diverged"
+
+    return _chosen_rows(results, ruling, cell)
+
+
+def final_test_rows(results: Results, ruling: Ruling) -> list[Row]:
+    """Return the error (percent) or loss on the whole test split at the end of chosen runs.
+
+    Medians over seeds.
+    """
+
+    def cell(records: Sequence[Record]) -> str:
+        value = median(record.outcome.test for record in records)
+        return number(value) if math.isfinite(value) else "-"
 
     return _chosen_rows(results, ruling, cell)
 
@@ -163,7 +177,8 @@ def workload_rows(results: Results) -> list[Row]:
 def _settings(results: Results) -> list[Row]:
     settings = results.settings
     rows = [("", "value"), ("methods", ", ".join(settings.methods))]
-    rows += [(name, str(getattr(settings, name))) for name in ("seeds", "trials", "threads")]
+    shown = ("seeds", "trials", "threads", "limit_factor")
+    rows += [(name.replace("_", " "), str(getattr(settings, name))) for name in shown]
     return [*rows, *((name, str(value)) for name, value in settings.environment.items())]
 
 
@@ -172,6 +187,7 @@ def _ruling_section(results: Results, ruling: Ruling) -> dict[str, Any]:
     return {
         "scores": score_rows(results, ruling),
         "times": time_rows(results, ruling),
+        "test": final_test_rows(results, ruling),
         "chosen": setting_rows(results, ruling) if ruling.name == "tuned" else [],
         "legend": list(enumerate(methods)),
         "profile": [_profile_figure(ruling, methods)],

@@ -67,7 +67,7 @@ class Contest:
         self.store = store
         self.settings = store.settings
         self.workloads = [
-            WORKLOADS[name].shortened() if self.settings.quick else WORKLOADS[name]
+            WORKLOADS[name].adjusted(self.settings.quick, self.settings.limit_factor)
             for name in self.settings.workloads
         ]
         self._data_dir = data_dir

@@ -32,6 +32,7 @@ class ContestSettings:
         hours: the most wall-clock time in all, over all sessions.
         quick: whether workloads have the targets and limits of `--quick`.
         threads: of each run.
+        limit_factor: the factor of all time limits, for a machine of another speed.
         digests: the hash of each workload's data.
         environment: versions and machine.
     """
@@ -44,6 +45,7 @@ class ContestSettings:
     hours: float
     quick: bool
     threads: int
+    limit_factor: float
     digests: Mapping[str, str]
     environment: Mapping[str, Any]
 

@@ -32,6 +32,8 @@ class Outcome:
         seconds: seconds of training so far.
         first_loss, largest_loss: the first and the largest loss of a training batch.
         end: why the run has ended; empty until then. ``"target"`` if it has reached the target.
+        test: the error (percent) or loss on the whole test split at the end of the run; ∞ if the
+            run was dropped or diverged.
     """
 
     curve: list[tuple[float, int, float]] = field(default_factory=list)
@@ -41,6 +43,7 @@ class Outcome:
     largest_loss: float = -math.inf
     end: str = ""
     message: str = ""
+    test: float = math.inf
 
     @property
     def time(self) -> float:
@@ -117,6 +120,8 @@ class Trial:
                 self._evaluate()
             if over:
                 outcome.finish(over)
+            if outcome.end and outcome.end != "diverged":
+                outcome.test = self._metric("test")
 
     def _is_over(self) -> str:
         """Return why no time or no learning rate is left, or an empty string."""
@@ -178,12 +183,21 @@ class Trial:
             if rate is not None and not self.method.adapts:
                 group["lr"] = factor * rate
 
-    @torch.no_grad()
     def _evaluate(self) -> None:
         """Add a point to the curve, and end the run if it has reached the target."""
         outcome = self.outcome
-        split: Split = getattr(self._problem, self.workload.split)
-        count = min(len(split), self.workload.examples)
+        value = self._metric(self.workload.split, self.workload.examples)
+        outcome.curve.append((outcome.seconds, outcome.updates, value))
+        if value <= self.workload.target:
+            outcome.finish("target")
+        elif not math.isfinite(value):
+            outcome.finish("diverged", f"the {self.workload.metric} is {value}")
+
+    @torch.no_grad()
+    def _metric(self, name: str, examples: int | None = None) -> float:
+        """Return the loss, or the error in percent, on the first examples of a split."""
+        split: Split = getattr(self._problem, name)
+        count = len(split) if examples is None else min(len(split), examples)
         total = mistakes = 0.0
         self._model.eval()
         for start in range(0, count, EVALUATION_BATCH):
@@ -195,12 +209,7 @@ class Trial:
             mistakes += self._task.mistakes(outputs, images, labels).sum().item()
         self._model.train()
         is_loss = self.workload.metric.endswith("loss")
-        value = total / count if is_loss else self._task.error(mistakes / count)
-        outcome.curve.append((outcome.seconds, outcome.updates, value))
-        if value <= self.workload.target:
-            outcome.finish("target")
-        elif not math.isfinite(value):
-            outcome.finish("diverged", f"the {self.workload.metric} is {value}")
+        return total / count if is_loss else self._task.error(mistakes / count)
 
     # Interruption
 

@@ -92,11 +92,13 @@ class Workload:
         # nn.Module.to has no overload for a memory format alone.
         return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
-    def shortened(self) -> Workload:
-        """Return the workload of `--quick`."""
-        assert self.quick is not None
-        target, seconds = self.quick
-        return replace(self, target=target, seconds=seconds)
+    def adjusted(self, quick: bool, limit_factor: float) -> Workload:
+        """Return the workload of `--quick` or the usual one, with its time limit multiplied."""
+        target, seconds = self.target, self.seconds
+        if quick:
+            assert self.quick is not None
+            target, seconds = self.quick
+        return replace(self, target=target, seconds=limit_factor * seconds)
 
 
 _ALL = (
