@@ -39,9 +39,10 @@ def all_finite(values: Iterable[Tensor]) -> Tensor:
     scalars = list(values)
     if not scalars:
         return torch.ones((), dtype=torch.bool)
-    home = scalars[0].device
-    flags = [moved(torch.isfinite(scalar), home) for scalar in scalars]
-    return torch.stack(flags).all()
+    home, dtypes = scalars[0].device, {scalar.dtype for scalar in scalars}
+    if len(dtypes) > 1:
+        scalars = [at_least_float32(scalar).to(widest(scalar.device)) for scalar in scalars]
+    return torch.stack([moved(scalar, home) for scalar in scalars]).isfinite().all()
 
 
 def largest_entries(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -38,12 +38,12 @@ class WhiteningRoot(Inverse):
     def whiten(self, matrix: Tensor) -> Tensor:
         """Return V Rᵀ of V (groups, I, n)."""
         root = self.tensors["root"]
-        return matrix * root.unsqueeze(1) if root.dim() == 2 else matrix @ root.mT
+        return matrix * root.unsqueeze(1) if root.dim() == 2 else torch.bmm(matrix, root.mT)
 
     def unwhiten(self, matrix: Tensor) -> Tensor:
         """Return V R of V (groups, I, n)."""
         root = self.tensors["root"]
-        return matrix * root.unsqueeze(1) if root.dim() == 2 else matrix @ root
+        return matrix * root.unsqueeze(1) if root.dim() == 2 else torch.bmm(matrix, root)
 
     def apply(self, gradient: Tensor) -> Tensor:
         """Return V (Ω + δ I)⁻¹ of V (groups, I, n)."""

@@ -114,10 +114,11 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
     ) -> Iterator[tuple[dict[str, Any], list[Tensor], list[str]]]:
         """Yield (group, its parameters among the names, their names), one device at a time."""
         for group in self.param_groups:
-            members = [p for p in group["params"] if self._names[p] in names]
-            for device in dict.fromkeys(p.device for p in members):
-                here = [p for p in members if p.device == device]
-                yield group, here, [self._names[p] for p in here]
+            pairs = zip(group["params"], group["param_names"], strict=True)
+            members = [(parameter, name) for parameter, name in pairs if name in names]
+            for device in dict.fromkeys(parameter.device for parameter, _ in members):
+                here = [pair for pair in members if pair[0].device == device]
+                yield group, [parameter for parameter, _ in here], [name for _, name in here]
 
     def _add_weight_decay(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ∇h, the gradient of the loss plus λθ, in new tensors of float32 at least.

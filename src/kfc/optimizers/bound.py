@@ -28,6 +28,8 @@ MEAN_DECAY = 0.9
 # An excess counts as an outlier if it is larger than this many running means, and enters the
 # running mean as at most this many.
 LARGEST_EXCESS, FASTEST_RISE = 2.0, 10.0
+# The largest factor of a step that lowers the loss by little.
+LONGEST = 3.0
 
 
 class StepLimits(NamedTuple):
@@ -35,7 +37,7 @@ class StepLimits(NamedTuple):
 
     Attributes:
         momentum: 0 if momentum is dropped, else 1.
-        step: the factor of the whole step, less than 1 if it is shortened.
+        step: the factor of the whole step, at most 1.
     """
 
     momentum: Tensor
@@ -49,13 +51,10 @@ class LossBound:
 
     Args:
         share: κ.
-        longest: the largest factor of a step whose predicted decrease is less than κE/2; 1 if no
-            step is lengthened.
     """
 
-    def __init__(self, share: float, longest: float = 1.0) -> None:
+    def __init__(self, share: float) -> None:
         self._share = share
-        self._longest = longest
         self._mean: Tensor | float | None = None
         self._factor: Tensor | float = 1.0
         self._bounds: Tensor | int = 0
@@ -88,15 +87,25 @@ class LossBound:
         # False if either is NaN; such a step is skipped anyway.
         is_exceeded = decrease > limit
         factor = torch.where(is_exceeded, limit / torch.where(is_exceeded, decrease, 1), 1.0)
-        if self._longest > 1:
-            # An unknown excess is infinite, and lengthens no step.
-            is_short = (decrease > 0) & (decrease < limit / 2) & torch.isfinite(limit)
-            longer = (limit / 2 / torch.where(is_short, decrease, 1)).clamp(max=self._longest)
-            factor = torch.where(is_short, longer, factor)
         self._factor = factor
         self._bounds = is_exceeded.long() + _here(self._bounds, decrease)
         self._restarts = is_uphill.long() + _here(self._restarts, decrease)
         return StepLimits((~is_uphill).to(factor), factor)
+
+    def resize(self, predicted: Tensor, excess: Tensor) -> Tensor:
+        """Return the factor of a step, so that it changes the loss by κE/2 to κE to first order.
+
+        Steps are lengthened at most threefold.
+
+        Args:
+            predicted: |∇ᵀv|, what the step changes to first order.
+            excess: E of the loss.
+        """
+        # An unknown excess is infinite; such a step, and one that changes nothing, stays as it is.
+        ratio = (self._share * excess / predicted).nan_to_num(nan=1.0, posinf=1.0)
+        self._factor = factor = ratio.clamp(max=1) * (ratio / 2).clamp(1, LONGEST)
+        self._bounds = (ratio < 1).long() + _here(self._bounds, ratio)
+        return factor
 
     def diagnostics(self) -> dict[str, Any]:
         """Return the last factor, and how many steps were shortened and restarted; waits."""

@@ -112,7 +112,7 @@ class OutputRotation:
 
     @staticmethod
     def _times(vectors: Vector, bases: Vector) -> Vector:
-        products = {name: basis.to(vectors[name]) @ vectors[name] for name, basis in bases.items()}
+        products = {n: torch.bmm(basis.to(vectors[n]), vectors[n]) for n, basis in bases.items()}
         return {**vectors, **products}
 
     def describe(self) -> str:

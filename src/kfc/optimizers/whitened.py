@@ -25,8 +25,6 @@ Vector = dict[str, Tensor]
 
 # Ω changes slowly: longer periods than those of Algorithm 1 lose nothing.
 PERIODS = Periods(Stretch(64, pace=1, doubling=True), Stretch(64, pace=1, doubling=True))
-# The largest factor of a step that lowers the loss by little, relative to what is left of it.
-LONGEST = 3.0
 
 
 class WhitenedAdam(CurvatureOptimizer):
@@ -131,7 +129,7 @@ class WhitenedAdam(CurvatureOptimizer):
         )
         super().__init__(engine, defaults, groups, averaging_timescale)
         self._parameters = {name: parameter for parameter, name in self._names.items()}
-        self._bound = None if loss_bound is None else LossBound(loss_bound, LONGEST)
+        self._bound = None if loss_bound is None else LossBound(loss_bound)
         self._iterates = ScheduleFree()
         self._rotation = None
         if rotation_period is not None:
@@ -293,9 +291,7 @@ class WhitenedAdam(CurvatureOptimizer):
                 own = inner_product([gradients[name] for name in names], values)
                 share = iterates.share_at_once(float(group["betas"][0]), device)
                 slope = slope + share * moved(own, slope.device)
-            predicted = factor * slope
-            limits = self._bound.limit(torch.zeros_like(slope), -predicted.abs(), excess[1])
-            factor = factor * limits.step
+            factor = factor * self._bound.resize((factor * slope).abs(), excess[1])
         self._scale_(update, factor)
 
     def _move_(self, update: Vector, bad: Tensor | None) -> None:
