@@ -43,7 +43,7 @@ def merged(paths: list[Path]) -> Results:
     runs = [run for part in parts for run in part["runs"]]
     for run in runs:
         run["curve"] = [[float(f"{x:.4g}") for x in point] for point in run["curve"]]
-    settings = {key: parts[0]["settings"][key] for key in ("methods", "rulings", "threads")}
+    settings = {key: parts[0]["settings"][key] for key in ("methods", "rulesets", "threads")}
     return {"settings": settings, "workloads": workloads, "runs": runs}
 
 
@@ -88,7 +88,7 @@ def tables(results: Results) -> str:
         lines.append(
             f"| {method} | {score(own):.3f} | {bound}{mean:.2f} | {reached} of {len(own)} |"
         )
-    if "tuned" in results["settings"]["rulings"]:
+    if "tuned" in results["settings"]["rulesets"]:
         lines += ["", *_settings(results)]
     return "\n".join(lines)
 
@@ -170,7 +170,7 @@ def _place(ratio: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("results", nargs="+", type=Path, help="results.json of contests")
+    parser.add_argument("results", nargs="+", type=Path, help="results.json of benchmarks")
     parser.add_argument("--json", type=Path, help="write the merged results to this file")
     parser.add_argument("--svg", type=Path, help="write the figure to this file")
     arguments = parser.parse_args()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kfc
-from kfc.optimizers.bound import excess_loss
+from kfc.optimizers.bound import Excess, LossBound, excess_loss
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -142,6 +142,79 @@ def test_an_unknown_excess_is_the_closure_s_loss_or_infinite():
     assert float(excess_loss(optimizer.engine)) == float("inf")
     assert float(excess_loss(optimizer.engine, loss)) == pytest.approx(loss.item())
     assert float(excess_loss(optimizer.engine, -loss)) == float("inf")
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("predicted", "excess", "factor"),
+    [
+        *[(0.8, 1.0, 0.5), (0.4, 1.0, 1.0), (0.3, 1.0, 1.0), (0.1, 1.0, 2.0), (0.01, 1.0, 3.0)],
+        *[(0.8, 2.0, 1.0), (0.0, 1.0, 1.0), (0.0, 0.0, 1.0), (1.0, 0.0, 0.0), (0.01, INF, 1.0)],
+        *[(0.01, NAN, 1.0), (0.01, -1.0, 0.0), (0.0, -1.0, 1.0)],
+    ],
+)
+def test_a_step_changes_the_loss_by_a_share_of_its_excess(predicted, excess, factor):
+    """With κ = 0.4: by 0.2 to 0.4 times the excess, where a threefold step is long enough."""
+    value = torch.tensor(excess, dtype=torch.float64)
+    for is_exact in (None, torch.tensor(True), torch.tensor(False)):
+        bound = LossBound(0.4)
+        found = bound.resize(torch.tensor(predicted).double(), Excess(value, value, is_exact))
+        expected = factor if is_exact is None or is_exact else min(factor, 1.0)
+        assert found.item() == pytest.approx(expected, rel=1e-6)
+        assert bound.diagnostics()["loss_bounds"] == (factor < 1)
+
+
+def test_an_unknown_excess_is_no_outlier():
+    bound = LossBound(0.4)
+    excesses = [1.0, INF, INF, 1.5, 100.0]
+    found = [bound.without_outliers(torch.tensor(e).double(), None).item() for e in excesses]
+    # The mean is 1, then 1.05.
+    assert found == pytest.approx([1.0, INF, INF, 1.5, 2.1])
+
+
+def test_an_excess_of_zero_is_no_mean():
+    bound = LossBound(0.4)
+    found = [bound.without_outliers(torch.tensor(e).double(), None).item() for e in (0.0, 5.0)]
+    assert found == [0.0, 5.0]
+
+
+def test_a_closure_s_loss_lengthens_no_step():
+    """It is only an upper bound of the excess."""
+    results = []
+    for has_closure in (False, True):
+        torch.manual_seed(0)
+        model, inputs = network(), torch.randn(7, 5)
+        optimizer = kfc.WhitenedAdam(model, loss_bound=1e3)
+        for _ in range(3):
+
+            def loss(model=model, inputs=inputs, optimizer=optimizer):
+                optimizer.zero_grad()
+                value = F.l1_loss(model(inputs), REAL)
+                value.backward()
+                return value
+
+            if has_closure:
+                optimizer.step(loss)
+            else:
+                loss()
+                optimizer.step()
+        results.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_steps_that_change_little_are_lengthened():
+    torch.manual_seed(0)
+    model, inputs, factors = network(), torch.randn(7, 5), []
+    optimizer = kfc.WhitenedAdam(model, lr=0.3)
+    for _ in range(30):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), LABELS).backward()
+        optimizer.step()
+        factors.append(optimizer.diagnostics["loss_bound_factor"])
+    assert max(factors) == 3
+    assert any(1 < factor < 3 for factor in factors)
 
 
 def confident_model():

@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kfc
+from kfc._helpers import all_finite
 from kfc.optimizers.clipping import NormClip
 from reference import small_batch as batch
 from reference import small_net as net
@@ -86,6 +87,12 @@ def test_bad_groups_are_refused_and_leave_no_hooks(groups, match):
     with pytest.raises(ValueError, match=match):
         kfc.KFC(model, groups=groups)
     assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_a_damping_without_effect_is_refused():
+    with pytest.raises(ValueError, match=r"damping, which has no effect on \['scale'\]"):
+        kfc.KFC(Mixed(), groups=[{"prefix": "scale", "damping": 0.1}])
+    kfc.KFC(Mixed(), groups=[{"prefix": ["scale", "head"], "damping": 0.1}])
 
 
 class Mixed(nn.Module):
@@ -1003,3 +1010,13 @@ def test_it_learns_the_digits_faster_than_sgd():
             train(model, optimizer, 8, list(zip(x.split(128), y.split(128), strict=True)))
         losses[name] = F.cross_entropy(model(x), y).item()
     assert losses["kfc"] < losses["sgd"] / 2
+
+
+def test_values_of_several_dtypes_are_checked_together():
+    fine = [torch.tensor(1e300).double(), torch.tensor(1.0), torch.tensor(2.0).bfloat16()]
+    assert all_finite(fine)
+    assert all_finite(fine[:1])
+    assert all_finite([])
+    for bad in (float("nan"), float("inf")):
+        assert not all_finite([*fine, torch.tensor(bad).half()])
+        assert not all_finite([torch.tensor(1.0), torch.tensor(bad)])

@@ -1,4 +1,4 @@
-"""The contest of `kfc compare suite`: workloads, runs in turn, resumption, page and command."""
+"""The benchmark of `kfc compare suite`: workloads, runs in turn, resumption, page and command."""
 
 import json
 import math
@@ -10,10 +10,17 @@ import torch
 
 from commands import assert_clear_error, kfc_here, start_kfc
 from kfc.lab.data import Split, load
-from kfc.lab.report.suite import failures, growth_rows, score_rows, time_rows, write_suite_page
+from kfc.lab.report.suite import (
+    failures,
+    final_test_rows,
+    growth_rows,
+    score_rows,
+    time_rows,
+    write_suite_page,
+)
 from kfc.lab.runs import RunError
-from kfc.lab.suite import contest as contest_module
-from kfc.lab.suite.contest import Contest, load_problem, warm_up
+from kfc.lab.suite import benchmark as benchmark_module
+from kfc.lab.suite.benchmark import Benchmark, load_problem, warm_up
 from kfc.lab.suite.methods import METHODS
 from kfc.lab.suite.problems import (
     BACKGROUND,
@@ -25,7 +32,7 @@ from kfc.lab.suite.problems import (
 )
 from kfc.lab.suite.results import Results
 from kfc.lab.suite.search import DEFAULTS, Setting, settings_of
-from kfc.lab.suite.store import RULINGS, ContestSettings, Entry, Record, Store
+from kfc.lab.suite.store import RULESETS, BenchmarkSettings, Entry, Record, Store
 from kfc.lab.suite.trial import Outcome, Trial
 from kfc.lab.suite.workloads import SUITE_TASKS, WORKLOADS
 from written_pages import figures_in
@@ -70,17 +77,17 @@ def two_workloads():
     """Replace the workloads by two on the digits, of which the second cannot be solved."""
     known = {"digits": tiny(), "hopeless": tiny("hopeless", target=-1.0)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contest_module, "WORKLOADS", known)
+        patch.setattr(benchmark_module, "WORKLOADS", known)
         load_problem.cache_clear()
         yield list(known)
     load_problem.cache_clear()
 
 
 def settings(names, **changes):
-    base = ContestSettings(
+    base = BenchmarkSettings(
         workloads=tuple(names),
         methods=METHODS_OF_TESTS,
-        rulings=RULINGS,
+        rulesets=RULESETS,
         seeds=2,
         trials=4,
         hours=1.0,
@@ -93,9 +100,13 @@ def settings(names, **changes):
     return replace(base, **changes)
 
 
-def results_of(contest, complete=True):
+def results_of(benchmark, complete=True):
     return Results(
-        contest.settings, contest.workloads, contest.store.spent, complete, contest.records()
+        benchmark.settings,
+        benchmark.workloads,
+        benchmark.store.spent,
+        complete,
+        benchmark.records(),
     )
 
 
@@ -134,8 +145,8 @@ def test_the_quick_version_fits_into_ten_minutes():
 
 def test_time_limits_can_be_multiplied(two_workloads, tmp_path):
     store = Store.create(tmp_path / "suite", settings(two_workloads, limit_factor=1.5))
-    assert [each.seconds for each in Contest(store).workloads] == [18.0, 18.0]
-    assert [each.target for each in Contest(store).workloads] == [1.0, -1.0]
+    assert [each.seconds for each in Benchmark(store).workloads] == [18.0, 18.0]
+    assert [each.target for each in Benchmark(store).workloads] == [1.0, -1.0]
 
 
 def test_the_digit_that_is_brighter_owns_a_pixel():
@@ -237,6 +248,7 @@ def test_a_run_that_diverges_is_named(digits):
     trial = Trial(tiny(), digits, "SGD", Setting({"lr": 1e18}), 0, Ticks())
     trial.advance(math.inf)
     assert trial.outcome.end == "diverged"
+    assert trial.outcome.test == math.inf
     assert trial.outcome.message.endswith("is nan")
     assert trial.outcome.loss_growth == math.inf
 
@@ -254,86 +266,86 @@ def test_muon_trains_views_of_convolution_weights():
     assert {"patches.weight", "positions", "blocks.0.mlp.0.weight", "linear.weight"} <= set(moved)
 
 
-# The contest
+# The benchmark
 
 
 @pytest.fixture(scope="module")
 def finished(two_workloads, tmp_path_factory):
     store = Store.create(tmp_path_factory.mktemp("whole") / "new", settings(two_workloads))
-    contest = Contest(store, clock=Ticks())
-    assert contest.run()
-    return contest
+    benchmark = Benchmark(store, clock=Ticks())
+    assert benchmark.run()
+    return benchmark
 
 
 def test_runs_take_turns_and_only_the_best_trials_continue(finished):
     records = finished.records()
     results = results_of(finished)
-    untuned, tuned = results.rulings
+    untuned, tuned = results.rulesets
     assert set(untuned.times) == {"digits", "hopeless"}
     assert untuned.seeds == tuned.seeds == {"digits": 2, "hopeless": 2}
     assert all(math.isinf(time) for time in tuned.times["hopeless"].values())
     assert min(tuned.times["digits"].values()) < math.inf
     for method in ("SGD", "AdamW", "KFC"):
         own = [r for r in records if (r.entry.method, r.entry.workload) == (method, "hopeless")]
-        first = [r.outcome for r in own if (r.entry.ruling, r.entry.seed) == ("tuned", 0)]
+        first = [r.outcome for r in own if (r.entry.ruleset, r.entry.seed) == ("tuned", 0)]
         assert [len(first), sum(each.end == "dropped" for each in first)] == [4, 3]
-        second = [r for r in own if (r.entry.ruling, r.entry.seed) == ("tuned", 1)]
+        second = [r for r in own if (r.entry.ruleset, r.entry.seed) == ("tuned", 1)]
         assert len(second) == 1
     assert not list((finished.store.folder / "runs").glob("*.pt"))
 
 
-def test_an_interrupted_contest_resumes_to_the_same_results(finished, two_workloads, tmp_path):
+def test_an_interrupted_benchmark_resumes_to_the_same_results(finished, two_workloads, tmp_path):
     store = Store.create(tmp_path / "parts", settings(two_workloads))
     sessions = 0
     for _ in range(500):
         turns = []
-        contest = Contest(
+        benchmark = Benchmark(
             Store(tmp_path / "parts"),
             on_turn=lambda current, record, turns=turns: turns.append(record),
             interrupted=lambda turns=turns: len(turns) >= 40,
             clock=Ticks(),
         )
         sessions += 1
-        if contest.run():
+        if benchmark.run():
             break
     assert sessions > 5
     whole = {record.entry.name: record.outcome for record in finished.records()}
-    parts = {record.entry.name: record.outcome for record in contest.records()}
+    parts = {record.entry.name: record.outcome for record in benchmark.records()}
     assert parts == whole
-    assert results_of(contest).to_json()["rulings"] == results_of(finished).to_json()["rulings"]
+    assert results_of(benchmark).to_json()["rulesets"] == results_of(finished).to_json()["rulesets"]
     assert store.spent > 0
 
 
-def test_a_contest_out_of_time_reports_what_is_complete(two_workloads, tmp_path):
+def test_a_benchmark_out_of_time_reports_what_is_complete(two_workloads, tmp_path):
     store = Store.create(tmp_path / "new", settings(two_workloads))
     turns = []
-    contest = Contest(
+    benchmark = Benchmark(
         store,
         on_turn=lambda current, record: turns.append(current),
-        interrupted=lambda: bool(turns) and turns[-1].ruling == "tuned",
+        interrupted=lambda: bool(turns) and turns[-1].ruleset == "tuned",
         clock=Ticks(),
     )
-    assert not contest.run()
-    results = results_of(contest, complete=False)
-    assert [ruling.name for ruling in results.rulings] == ["untuned"]
+    assert not benchmark.run()
+    results = results_of(benchmark, complete=False)
+    assert [ruleset.name for ruleset in results.rulesets] == ["untuned"]
     write_suite_page(tmp_path / "page.html", results)
     assert "not complete" in (tmp_path / "page.html").read_text()
     store.set_spent(4000.0)
-    late = Contest(store)
+    late = Benchmark(store)
     assert late.is_out_of_time
     assert not late.run()
 
 
 def test_a_round_counts_only_when_all_its_runs_have_ended(results):
-    early = [replace(each, entry=replace(each.entry, ruling="tuned")) for each in results.records]
-    assert [ruling.name for ruling in replace(results, records=early).rulings] == []
+    early = [replace(each, entry=replace(each.entry, ruleset="tuned")) for each in results.records]
+    assert [ruleset.name for ruleset in replace(results, records=early).rulesets] == []
 
 
-def test_a_contest_needs_the_data_it_began_with(two_workloads, tmp_path):
+def test_a_benchmark_needs_the_data_it_began_with(two_workloads, tmp_path):
     digests = dict.fromkeys(two_workloads, "other")
     store = Store.create(tmp_path / "new", settings(two_workloads, digests=digests))
     with pytest.raises(RunError, match="begun with other data"):
-        Contest(store).run()
+        Benchmark(store).run()
     (tmp_path / "new" / "suite.json").write_text("{")
     with pytest.raises(RunError, match="not the folder of a suite"):
         Store(tmp_path / "new")
@@ -342,38 +354,43 @@ def test_a_contest_needs_the_data_it_began_with(two_workloads, tmp_path):
 # The report
 
 
-def record(workload, ruling, method, time, growth=1.0, end="target", seed=0):
+def record(workload, ruleset, method, time, growth=1.0, end="target", seed=0, test=math.inf):
     curve = [(1.0, 10, 5.0), (min(time, 100.0), 20, 0.5)]
-    outcome = Outcome(curve, curve[-1][0], 20, 1.0, growth, end, "why" if end == "diverged" else "")
-    return Record(Entry(workload, ruling, method, 0, seed, DEFAULTS), outcome)
+    message = "why" if end == "diverged" else ""
+    outcome = Outcome(curve, curve[-1][0], 20, 1.0, growth, end, message, test)
+    return Record(Entry(workload, ruleset, method, 0, seed, DEFAULTS), outcome)
 
 
 @pytest.fixture
 def results():
     records = [
-        record("digits", "untuned", "SGD", 20.0),
+        record("digits", "untuned", "SGD", 20.0, test=0.125),
         record("digits", "untuned", "AdamW", 12.0),
         record("digits", "untuned", "KFC", 10.0, growth=1.5),
         record("cifar10", "untuned", "SGD", math.inf, end="diverged"),
-        record("cifar10", "untuned", "AdamW", 30.0),
+        record("cifar10", "untuned", "AdamW", 30.0, test=20.25),
         record("cifar10", "untuned", "KFC", math.inf, end="limit"),
     ]
     chosen = [WORKLOADS["digits"], WORKLOADS["cifar10"]]
     return Results(settings(["digits", "cifar10"], seeds=1), chosen, 60.0, True, records)
 
 
-def test_tables_of_a_contest(results):
-    [ruling] = results.rulings
-    assert time_rows(results, ruling)[1][3:] == ("20 (2.0x)", "12 (1.2x)", "10 (1.0x)")
-    assert time_rows(results, ruling)[2][3:] == ("not reached", "30 (1.0x)", "not reached")
-    assert time_rows(results, ruling, brief=True)[2] == ("cifar10", "∞", "30 (1.0x)", "∞")
-    scores = {row[0]: row[1:] for row in score_rows(results, ruling)[1:]}
+def test_tables_of_a_benchmark(results):
+    [ruleset] = results.rulesets
+    assert time_rows(results, ruleset)[1][3:] == ("20 (2.0x)", "12 (1.2x)", "10 (1.0x)")
+    assert time_rows(results, ruleset)[2][3:] == ("not reached", "30 (1.0x)", "not reached")
+    assert time_rows(results, ruleset, brief=True)[2] == ("cifar10", "∞", "30 (1.0x)", "∞")
+    scores = {row[0]: row[1:] for row in score_rows(results, ruleset)[1:]}
     assert list(scores) == ["AdamW", "KFC", "SGD"]
     assert scores["AdamW"] == ("0.967", f"{1.2**0.5:.2f}", "1", "2 of 2")
     # A run ends at four times the fastest.
     assert scores["KFC"] == ("0.500", "≥ 2.00", "1", "1 of 2")
-    assert growth_rows(results, ruling)[1:][0][1:] == ("1.00", "1.00", "1.50")
-    assert growth_rows(results, ruling)[2][1:] == ("diverged", "1.00", "1.00")
+    assert growth_rows(results, ruleset)[1:][0][1:] == ("1.00", "1.00", "1.50")
+    assert growth_rows(results, ruleset)[2][1:] == ("diverged", "1.00", "1.00")
+    assert final_test_rows(results, ruleset)[1:] == [
+        (WORKLOADS["digits"].title, "0.125", "-", "-"),
+        (WORKLOADS["cifar10"].title, "-", "20.2%", "-"),
+    ]
     diverged, grown = failures(results)
     assert "SGD diverged on cifar10" in diverged
     assert "KFC on digits" in grown
@@ -382,7 +399,7 @@ def test_tables_of_a_contest(results):
 
 def test_results_are_valid_json(results):
     plain = json.loads(json.dumps(results.to_json(), allow_nan=False))
-    assert plain["rulings"]["untuned"]["times"]["cifar10"] == {
+    assert plain["rulesets"]["untuned"]["times"]["cifar10"] == {
         "SGD": None,
         "AdamW": 30.0,
         "KFC": None,
@@ -416,10 +433,11 @@ def test_wrong_arguments_of_the_suite(tmp_path, monkeypatch):
         (["--workloads", "cifar11"], 2, "choose from digits, cifar10"),
         (["--methods", "sgd"], 2, "choose from SGD, AdamW"),
         (["--methods", ","], 2, "choose from"),
-        (["--ruling", "none"], 2, "choose from untuned, tuned, both"),
+        (["--ruleset", "none"], 2, "choose from untuned, tuned, both"),
         ([*few, "--hours", "-1"], 2, "must be a positive number"),
         ([*few, "--hours", "0"], 2, "must be a positive number"),
         ([*few, "--limit-factor", "nan"], 2, "must be a positive number"),
+        ([*few, "--ruleset", "untuned", "--trials", "3"], 2, "has no effect without the tuned"),
         ([*few, "--out", "there"], 1, "never overwritten"),
         (["--resume", "there"], 1, "not the folder of a suite"),
         (["--resume", "there", "--seeds", "2"], 2, "only --hours can be changed"),
@@ -437,7 +455,7 @@ def test_a_method_that_is_not_installed_is_named(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_contest_of_two_workloads_continues(tmp_path):
+def test_a_killed_benchmark_of_two_workloads_continues(tmp_path):
     arguments = ["--quick", "--workloads", "digits,autoencoder", "--methods", "SGD,KFC"]
     running = start_kfc(
         "compare", "suite", *arguments, "--threads", 1, "--out", "result", cwd=tmp_path
@@ -453,6 +471,6 @@ def test_a_killed_contest_of_two_workloads_continues(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     plain = json.loads((tmp_path / "result" / "results.json").read_text())
     assert plain["complete"]
-    assert plain["rulings"]["untuned"]["times"]["digits"]["KFC"] is not None
+    assert plain["rulesets"]["untuned"]["times"]["digits"]["KFC"] is not None
     for words in ("score", "geometric mean", "KFC", "training loss"):
         assert words in done.stdout

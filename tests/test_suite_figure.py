@@ -1,4 +1,4 @@
-"""The figure and the tables of the contest, from its recorded results."""
+"""The figure and the tables of the benchmark, from its recorded results."""
 
 import json
 from pathlib import Path
@@ -31,11 +31,11 @@ def run(workload, method, seed, seconds):
     }
 
 
-def contest(path, workload, times):
+def benchmark(path, workload, times):
     """Write results of two methods on one workload, with a list of times over seeds each."""
     runs = [run(workload, m, seed, t) for m, ts in times.items() for seed, t in enumerate(ts)]
     content = {
-        "settings": {"methods": ["A", "B"], "rulings": ["untuned"], "threads": 1},
+        "settings": {"methods": ["A", "B"], "rulesets": ["untuned"], "threads": 1},
         "workloads": {workload: {"goal": "a goal", "limit_seconds": 50.0}},
         "runs": runs,
     }
@@ -43,10 +43,10 @@ def contest(path, workload, times):
     return path
 
 
-def test_contests_are_merged_and_scored(tmp_path):
+def test_benchmarks_are_merged_and_scored(tmp_path):
     paths = [
-        contest(tmp_path / "one", "easy", {"A": [9.0, 10.0, 11.0], "B": [15.0, 20.0, None]}),
-        contest(tmp_path / "two", "hard", {"A": [None, None, 8.0], "B": [4.0, 5.0, 6.0]}),
+        benchmark(tmp_path / "one", "easy", {"A": [9.0, 10.0, 11.0], "B": [15.0, 20.0, None]}),
+        benchmark(tmp_path / "two", "hard", {"A": [None, None, 8.0], "B": [4.0, 5.0, 6.0]}),
     ]
     results = suite_figure.merged(paths)
     assert suite_figure.times_of(results) == {
@@ -61,9 +61,9 @@ def test_contests_are_merged_and_scored(tmp_path):
 
 
 def test_tuned_results_have_a_table_of_settings(tmp_path):
-    path = contest(tmp_path / "one", "easy", {"A": [9.0, 8.0], "B": [None]})
+    path = benchmark(tmp_path / "one", "easy", {"A": [9.0, 8.0], "B": [None]})
     content = json.loads(path.read_text())
-    content["settings"]["rulings"] = ["tuned"]
+    content["settings"]["rulesets"] = ["tuned"]
     for run, setting in zip(content["runs"], ["lr 1", "lr 2", "lr 3"], strict=True):
         run["setting"] = setting
     path.write_text(json.dumps(content))
@@ -71,7 +71,7 @@ def test_tuned_results_have_a_table_of_settings(tmp_path):
 
 
 def test_the_command_writes_both_files(tmp_path, monkeypatch, capsys):
-    path = contest(tmp_path / "one", "easy", {"A": [9.0], "B": [None]})
+    path = benchmark(tmp_path / "one", "easy", {"A": [9.0], "B": [None]})
     merged, svg = tmp_path / "merged.json", tmp_path / "figure.svg"
     arguments = ["suite_figure.py", str(path), "--json", str(merged), "--svg", str(svg)]
     monkeypatch.setattr("sys.argv", arguments)

@@ -111,7 +111,7 @@ def test_describe_and_diagnostics(capsys):
     assert "wider than 20: diagonal only" in by_name["5.weight"]
     assert "Adam" in by_name["1.weight"]
     assert "BatchNorm2d" in by_name["1.weight"]
-    assert "likelihood" not in text
+    assert by_name["loss:"] == "loss: chosen in the first backward pass"
     train(optimizer.model, optimizer, [batch()])
     diagnostics = optimizer.diagnostics
     assert diagnostics["layers"]["0"]["damping"] == 0.3
@@ -165,6 +165,9 @@ def test_groups_and_their_options():
         ({"averaging_timescale": 0}, "averaging_timescale must be"),
         ({"groups": [{"prefix": "0", "betas": (2, 0)}]}, r"groups\[0\]: betas\[0\]"),
         ({"groups": [{"prefix": "0", "momentum": 0.9}]}, "unknown options"),
+        ({"groups": [{"prefix": "*.bias", "damping": 0.5}]}, "damping of 0.bias has no effect"),
+        ({"groups": [{"prefix": "5.bias", "betas": (0.8, 0.9)}]}, "betas of 5.bias has no effect"),
+        ({"groups": [{"prefix": "1", "damping": 0.5}]}, r"no effect on \['1.weight', '1.bias'\]"),
     ],
 )
 def test_bad_options_are_refused_and_leave_no_hooks(options, match):

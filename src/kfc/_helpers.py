@@ -40,9 +40,9 @@ def all_finite(values: Iterable[Tensor]) -> Tensor:
     if not scalars:
         return torch.ones((), dtype=torch.bool)
     home, dtypes = scalars[0].device, {scalar.dtype for scalar in scalars}
-    if len(dtypes) > 1:
-        scalars = [at_least_float32(scalar).to(widest(scalar.device)) for scalar in scalars]
-    return torch.stack([moved(scalar, home) for scalar in scalars]).isfinite().all()
+    if len(dtypes) == 1:
+        return torch.stack([moved(scalar, home) for scalar in scalars]).isfinite().all()
+    return torch.stack([moved(torch.isfinite(scalar), home) for scalar in scalars]).all()
 
 
 def largest_entries(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -81,9 +81,9 @@ class Loss:
 
     @property
     def independent_layers(self) -> set[str] | None:
-        """The layers that compute the output, if its Fisher matrix is diagonal; else none.
+        """The layers that compute the output if its Fisher matrix is diagonal, else an empty set.
 
-        ``None`` if the layers or the likelihood are unknown yet.
+        ``None`` while the layers or the likelihood are unknown.
         """
         if self.likelihood is None or self.layers is None or self.reason == UNTIL_DERIVATIVE:
             return None

@@ -31,8 +31,6 @@ class Muon:
         muon: Callable[[Named], torch.optim.Optimizer],
         adamw: Callable[[Named], torch.optim.Optimizer],
     ) -> None:
-        if not self.is_available():
-            raise ValueError(f"muon needs torch 2.9 or later, this is torch {torch.__version__}")
         parameters = dict(model.named_parameters())
         layers = [name for name, each in model.named_modules() if isinstance(each, LAYERS)]
         weights = [f"{name}.weight" if name else "weight" for name in layers]
@@ -42,11 +40,6 @@ class Muon:
         self._optimizers = [adamw(parameters.items())]
         if hidden:
             self._optimizers.append(muon(zip(hidden, self._matrices, strict=True)))
-
-    @staticmethod
-    def is_available() -> bool:
-        """Return whether this version of torch has Muon."""
-        return hasattr(torch.optim, "Muon")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

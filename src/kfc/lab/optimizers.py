@@ -14,7 +14,6 @@ from kfc.curvature.options import APPROXIMATIONS, AVERAGING, Kronecker, Whitenin
 from kfc.distributed.options import PLACEMENTS, Parallel
 from kfc.lab.baselines import AdamOptions, AdamWOptions, MuonOptions, SGDOptions, SOAPOptions
 from kfc.lab.method import OptimizerOptions, Setup
-from kfc.lab.muon import Muon
 from kfc.lab.options import (
     ConfigError,
     Option,
@@ -54,8 +53,8 @@ def default_of(method: type, name: str) -> Any:
 
 CLIP = "Limit C of the Fisher norm of an update; 0: no limit on the norm (the loss bound stays)"
 BOUND = (
-    "Largest predicted decrease of the loss in one step, as a fraction κ of the excess loss; 0: no "
-    "bound"
+    "Largest predicted change of the loss in one step, as a fraction κ of the excess loss "
+    "(whitened-adam also lengthens steps below half of it); 0: no bound"
 )
 PERIODS: dict[str, Periods] = {
     name: default_of(method, "schedule")
@@ -317,10 +316,8 @@ OPTIMIZERS: dict[str, type[OptimizerOptions]] = {
 
 
 def is_installed(name: str) -> bool:
-    """Return whether the optimizer's package is installed and recent enough."""
-    if name == "soap":
-        return find_spec("pytorch_optimizer") is not None
-    return name != "muon" or Muon.is_available()
+    """Return whether the optimizer's package is installed."""
+    return name != "soap" or find_spec("pytorch_optimizer") is not None
 
 
 def optimizer_options(name: str, values: Mapping[str, Any]) -> OptimizerOptions:

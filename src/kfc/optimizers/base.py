@@ -35,7 +35,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
 
     Args:
         engine: the curvature; closed if anything here fails.
-        defaults, groups, fallback_lr: see ``kfc.optimizers.groups.build_groups``.
+        defaults, groups, fallback_lr, of_weight: see ``kfc.optimizers.groups.build_groups``.
         averaging_timescale: τ of the averaged parameters.
     """
 
@@ -49,11 +49,14 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         groups: Sequence[Mapping[str, Any]] | None,
         averaging_timescale: float | None,
         fallback_lr: float | None = None,
+        of_weight: Sequence[str] = (),
     ) -> None:
         try:
             if averaging_timescale is not None:
                 require_number("averaging_timescale", averaging_timescale, positive=True)
-            param_groups = build_groups(engine.model, engine.plan, groups, defaults, fallback_lr)
+            param_groups = build_groups(
+                engine.model, engine.plan, groups, defaults, fallback_lr, of_weight
+            )
         except BaseException:
             engine.close()
             raise
@@ -216,7 +219,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         if self._complete:
             raise RuntimeError(
                 f"{type(self).__name__} covers all parameters of its model already; set options "
-                "with groups= or change optimizer.param_groups, and make a new optimizer for new "
+                "with groups= or in optimizer.param_groups, and make a new optimizer for new "
                 "layers"
             )
         super().add_param_group(param_group)

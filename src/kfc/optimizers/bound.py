@@ -1,4 +1,4 @@
-"""The loss bound on the length of a step.
+"""The loss bound, which sets the length of a step by what is left of the loss.
 
 A step must point downhill, and its predicted decrease must not exceed what the loss can fall by.
 
@@ -9,7 +9,7 @@ To first order, a step m lowers the objective by -∇hᵀm. If this is more than
 multiplied by κE / (-∇hᵀm). If it is negative, momentum leads uphill and is dropped.
 
 The excess also tells when a step is needlessly short. ``WhitenedAdam`` lengthens steps whose
-predicted decrease is less than κE/2.
+predicted change is less than κE/2.
 """
 
 import math
@@ -25,9 +25,10 @@ from kfc.statistics.observation import Observation, count_examples
 
 # The weight of the old value in the running mean of the excess.
 MEAN_DECAY = 0.9
-# An excess counts as an outlier if it is larger than this many running means, and enters the
-# running mean as at most this many.
-LARGEST_EXCESS, FASTEST_RISE = 2.0, 10.0
+# An excess above this many running means is an outlier.
+LARGEST_EXCESS = 2.0
+# An excess enters the running mean as at most this many running means.
+FASTEST_RISE = 10.0
 # The largest factor of a step that lowers the loss by little.
 LONGEST = 3.0
 
@@ -42,6 +43,21 @@ class StepLimits(NamedTuple):
 
     momentum: Tensor
     step: Tensor
+
+
+class Excess(NamedTuple):
+    """The excess of the loss on a batch, scalars on the device.
+
+    Attributes:
+        value: E, infinite if unknown.
+        usual: E, but at most twice its running mean.
+        is_exact: whether E was read from the derivatives of the loss. Otherwise it may be the loss
+            itself, an upper bound. ``None``: it was, or is unknown.
+    """
+
+    value: Tensor
+    usual: Tensor
+    is_exact: Tensor | None
 
 
 class LossBound:
@@ -61,17 +77,23 @@ class LossBound:
         self._restarts: Tensor | int = 0
 
     def without_outliers(self, excess: Tensor, bad: Tensor | None) -> Tensor:
-        """Return the excess, at most twice its running mean, which it updates.
+        """Return the excess, limited to twice its running mean, and update that mean.
+
+        An unknown excess, which is infinite, stays as it is and does not enter the mean.
 
         Args:
             bad: a boolean scalar; if true, the mean stays as it is. ``None``: the step is known to
                 be good.
         """
         mean = excess if self._mean is None else torch.as_tensor(self._mean).to(excess)
-        mean = torch.where(torch.isfinite(mean), mean, excess)
+        mean = torch.where(torch.isfinite(mean) & (mean > 0), mean, excess)
         new = MEAN_DECAY * mean + (1 - MEAN_DECAY) * torch.minimum(excess, FASTEST_RISE * mean)
-        self._mean = new if bad is None else torch.where(moved(bad, mean.device), mean, new)
-        return torch.minimum(excess, LARGEST_EXCESS * mean)
+        is_unused = torch.isinf(excess)
+        if bad is not None:
+            is_unused = is_unused | moved(bad, mean.device)
+        self._mean = torch.where(is_unused, mean, new)
+        usual = torch.minimum(excess, LARGEST_EXCESS * mean)
+        return torch.where(torch.isinf(excess), excess, usual)
 
     def limit(self, momentum: Tensor, update: Tensor, excess: Tensor) -> StepLimits:
         """Return the factors of a step m = μ m_old + v.
@@ -92,23 +114,29 @@ class LossBound:
         self._restarts = is_uphill.long() + _here(self._restarts, decrease)
         return StepLimits((~is_uphill).to(factor), factor)
 
-    def resize(self, predicted: Tensor, excess: Tensor) -> Tensor:
-        """Return the factor of a step, so that it changes the loss by κE/2 to κE to first order.
+    def resize(self, predicted: Tensor, excess: Excess) -> Tensor:
+        """Return the factor that brings the predicted change of the loss between κE/2 and κE.
 
-        Steps are lengthened at most threefold.
+        A step is lengthened at most threefold, and only if E is exact.
 
         Args:
-            predicted: |∇ᵀv|, what the step changes to first order.
-            excess: E of the loss.
+            predicted: |∇ᵀv|, the change to first order.
         """
+        limit = self._share * excess.usual.clamp(min=0)
         # An unknown excess is infinite; such a step, and one that changes nothing, stays as it is.
-        ratio = (self._share * excess / predicted).nan_to_num(nan=1.0, posinf=1.0)
-        self._factor = factor = ratio.clamp(max=1) * (ratio / 2).clamp(1, LONGEST)
+        ratio = (limit / predicted).nan_to_num(nan=1.0, posinf=1.0)
+        factor = ratio.clamp(max=1) * (ratio / 2).clamp(1, LONGEST)
+        if excess.is_exact is not None:
+            factor = torch.where(excess.is_exact, factor, factor.clamp(max=1))
+        self._factor = factor
         self._bounds = (ratio < 1).long() + _here(self._bounds, ratio)
         return factor
 
     def diagnostics(self) -> dict[str, Any]:
-        """Return the last factor, and how many steps were shortened and restarted; waits."""
+        """Return the last factor, and how many steps were shortened and restarted.
+
+        This waits for the device.
+        """
         return {
             "loss_bound_factor": float(self._factor),
             "loss_bounds": int(self._bounds),

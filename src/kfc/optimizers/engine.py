@@ -254,7 +254,7 @@ class Engine:
         self._prepare_next()
 
     def skip_step(self, *, quietly: bool = False) -> None:
-        """Count a skipped step; curvature and buffers stay as they were, what was due stays due.
+        """Count a skipped step. Curvature and buffers are unchanged, and refreshes remain due.
 
         Args:
             quietly: do not warn, as for a step with an overflow of ``torch.amp.GradScaler``.

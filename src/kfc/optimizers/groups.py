@@ -42,6 +42,7 @@ def build_groups(
     overrides: Sequence[Mapping[str, Any]] | None,
     defaults: Mapping[str, Any],
     fallback_lr: float | None,
+    of_weight: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Return param groups for ``torch.optim.Optimizer``.
 
@@ -54,6 +55,7 @@ def build_groups(
         defaults: the options of parameters that no override matches.
         fallback_lr: the learning rate of parameters with the plain gradient, unless an override
             sets it.
+        of_weight: the options that a layer has from its weight, and its bias must share.
     """
     checked = [
         _checked(override, index, defaults) for index, override in enumerate(overrides or ())
@@ -69,6 +71,13 @@ def build_groups(
             f"groups: {unused} match no parameter that an earlier prefix has not matched; prefixes "
             "are names from model.named_modules() or model.named_parameters()"
         )
+    for owner, override in enumerate(checked):
+        if "damping" in override and (owner, False) not in members:
+            names = [name for name, _ in members[owner, True]]
+            raise ValueError(
+                f"groups[{owner}] has a damping, which has no effect on {names}: they have the "
+                "plain gradient; remove it"
+            )
     groups = []
     for owner, plain in sorted(members, key=lambda key: (key[1], key[0])):
         options = dict(defaults)
@@ -77,7 +86,29 @@ def build_groups(
         if owner >= 0:
             options.update({k: v for k, v in checked[owner].items() if k != "prefix"})
         groups.append({"params": members[owner, plain], **options, "plain_gradient": plain})
+    _require_shared(groups, plan, of_weight)
     return groups
+
+
+def _require_shared(
+    groups: Sequence[Mapping[str, Any]], plan: Plan, of_weight: Sequence[str]
+) -> None:
+    """Raise ``ValueError`` if a bias has another value of an option than its layer's weight.
+
+    Of ``betas``, only β₂ has to be the same.
+    """
+    group_of = {name: group for group in groups for name, _ in group["params"]}
+    weights = {layer: name for name, (layer, role) in plan.layer_of.items() if role == "weight"}
+    for name, (layer, _) in plan.layer_of.items():
+        for option in of_weight:
+            own, other = (group_of[each][option] for each in (name, weights[layer]))
+            if option == "betas":
+                own, other = own[1], other[1]
+            if own != other:
+                raise ValueError(
+                    f"groups: {option} of {name} has no effect, because a layer has that of its "
+                    f"weight; give {weights[layer]} the same value"
+                )
 
 
 def _checked(override: Mapping[str, Any], index: int, known: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.layers import MatrixLayer
 from kfc.optimizers.adam import SQUARE, STEP, normalise_
 from kfc.optimizers.base import CurvatureOptimizer
-from kfc.optimizers.bound import LossBound, excess_loss, inner_product
+from kfc.optimizers.bound import Excess, LossBound, excess_loss, inner_product
 from kfc.optimizers.engine import Engine, check_version
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.rotation import BASIS, GRAM, OutputRotation
@@ -39,7 +39,8 @@ class WhitenedAdam(CurvatureOptimizer):
 
     Schedule-free averaging takes the place of momentum and of a falling learning rate: the
     parameters stay close to a running average of the points that the steps lead to. The learning
-    rate rises over the first 20 steps and is constant after that.
+    rate rises over the first 20 steps. The loss bound shortens steps that would change the loss too
+    much, and lengthens steps that would change it little.
 
     >>> optimizer = kfc.WhitenedAdam(model)
     >>> for images, labels in loader:
@@ -49,25 +50,27 @@ class WhitenedAdam(CurvatureOptimizer):
 
     Args:
         model: the network; its layers are found by type (see ``describe()``).
-        lr: the learning rate. As in Adam, the entries of a step have a size of about ``lr``, unless
-            the loss bound changes it.
+        lr: the learning rate. As in Adam, the entries of a step have a size of about ``lr``, before
+            the loss bound changes the length of the step.
         betas: β₁, the weight of the running average in the parameters, and β₂, the weight of the
             old value in the moving average of squared gradients.
         eps: ε, added to the root of the second moments.
         weight_decay: λ, decoupled as in ``torch.optim.AdamW``: every step adds -lr λ θ.
-        damping: δ as a fraction of Ω's mean eigenvalue. A layer has the damping, the betas and the
-            eps of its weight's group.
+        damping: δ as a fraction of Ω's mean eigenvalue. A layer has the damping, the β₂ and the
+            eps of its weight's group; groups of its bias must have the same values.
         averaging_timescale: as in ``kfc.KFC``.
         groups: as in ``kfc.KFC``.
-        likelihood: what the outputs parametrise, as in ``kfc.KFC``. The loss bound and the choice
-            of rotated layers need it. A loss that fits no likelihood is taken for a squared error.
+        likelihood: the distribution that the outputs parametrise, as in ``kfc.KFC``. The loss bound
+            and the choice of rotated layers depend on it. If the loss fits none, the last layer is
+            treated as for a squared error.
         output: selects the tensor of outputs from what the model returns, if that is not a tensor.
             Its first dimension is that of the examples.
-        loss_bound: κ. To first order, what a step changes at once may change the loss on the batch
-            by at most κ times its excess, the loss minus the least it could be; longer steps are
-            shortened. Steps that change it by less than half of this are lengthened, at most
-            threefold. A batch whose excess is more than twice the running mean counts less. If the
-            loss fits no likelihood, steps keep their length. ``None``: all steps do.
+        loss_bound: κ. Let E be the excess, the loss on the batch minus the least it could be. A
+            step that would at once change the loss by more than κE, to first order, is shortened to
+            κE; one that would change it by less than κE/2 is lengthened to that, at most threefold.
+            Batches with an excess of more than twice the running mean count less. If the loss fits
+            no likelihood, E is unknown and steps keep their length, except that the loss that a
+            closure returns still limits them. ``None``: steps are neither shortened nor lengthened.
         rotation_period: the number of steps between refreshes of the eigenbases of the outputs;
             ``None``: second moments are kept in whitened coordinates, without a rotation. A layer
             whose output is an output of the model is not rotated if the likelihood treats its
@@ -127,7 +130,8 @@ class WhitenedAdam(CurvatureOptimizer):
             parallel=parallel,
             averaging_timescale=averaging_timescale,
         )
-        super().__init__(engine, defaults, groups, averaging_timescale)
+        of_weight = ("damping", "betas", "eps")
+        super().__init__(engine, defaults, groups, averaging_timescale, of_weight=of_weight)
         self._parameters = {name: parameter for parameter, name in self._names.items()}
         self._bound = None if loss_bound is None else LossBound(loss_bound)
         self._iterates = ScheduleFree()
@@ -156,10 +160,10 @@ class WhitenedAdam(CurvatureOptimizer):
             excess = self._excess(loss)  # E of the loss, and ω = min(1, 2Ē/E)
             white = self._whitened(gradients)  # G' = G L⁻ᵀ
             self._weight_outliers_(white, excess)  # G' ← ω G'
-            steps = self._adam_steps(white)  # Δ' = G' / (√v̂ + ε), with the second moments of G'
+            steps = self._adam_steps_(white)  # Δ' = G' / (√v̂ + ε), with the second moments of G'
             update = self._mapped_back(steps, gradients)  # Δ = Δ' L⁻¹, norm of Δ'
             self._times_learning_rate_(update)  # v = -lr Δ
-            self._resize_(update, gradients, excess)  # κ/2 ≤ s |∇ᵀv| / min(E, 2Ē) ≤ κ
+            self._resize_(update, gradients, excess)  # s |∇ᵀv| / min(E, 2Ē) towards [κ/2, κ]
         with self.engine.schedule.timed("update"):
             self._start_averages()  # θ̄ begins at θ₀
             self._move_(update, self.engine.in_doubt)  # z ← z + v - lr λ θ; θ = β₁ x + (1 - β₁) z
@@ -203,11 +207,11 @@ class WhitenedAdam(CurvatureOptimizer):
         assert isinstance(geometry, MatrixLayer)
         return geometry
 
-    def _adam_steps(self, gradients: Vector) -> Vector:
+    def _adam_steps_(self, gradients: Vector) -> Vector:
         """Return normalised steps Δ' from whitened gradients G', and update the second moments.
 
-        These are the moments of the rotated Uᵀ G'. They remain as they are when the coordinates
-        change.
+        The moments are those of Uᵀ G'. They are not transformed when U or L is refreshed. The
+        gradients are overwritten.
         """
         rotation, engine = self._rotation, self.engine
         states_by_name = {name: self.state[self._parameters[name]] for name in gradients}
@@ -257,26 +261,29 @@ class WhitenedAdam(CurvatureOptimizer):
                 result[name] = parts[layer][role]
         return result
 
-    def _excess(self, loss: Any) -> tuple[Tensor, Tensor] | None:
-        """Return the excess E of the loss, and at most twice its running mean Ē.
+    def _excess(self, loss: Any) -> Excess | None:
+        """Return the excess E of the loss, and E limited to twice its running mean Ē.
 
         Args:
             loss: what the closure returned, if there is one.
         """
         if self._bound is None:
             return None
-        excess = excess_loss(self.engine, loss if isinstance(loss, Tensor) else None)
-        return excess, self._bound.without_outliers(excess, self.engine.in_doubt)
+        excess, is_exact = excess_loss(self.engine), None
+        if isinstance(loss, Tensor):
+            is_exact = torch.isfinite(excess)
+            excess = excess_loss(self.engine, loss)
+        usual = self._bound.without_outliers(excess, self.engine.in_doubt)
+        return Excess(excess, usual, is_exact)
 
-    def _weight_outliers_(self, gradients: Vector, excess: tuple[Tensor, Tensor] | None) -> None:
+    def _weight_outliers_(self, gradients: Vector, excess: Excess | None) -> None:
         """Multiply the whitened gradients of an outlier by 2Ē/E, in place."""
         if excess is not None:
-            found, usual = excess
-            self._scale_(gradients, torch.where(found > usual, usual / found, 1.0))
+            is_outlier = excess.value > excess.usual
+            factor = torch.where(is_outlier, excess.usual / excess.value, 1.0)
+            self._scale_(gradients, factor)
 
-    def _resize_(
-        self, update: Vector, gradients: Vector, excess: tuple[Tensor, Tensor] | None
-    ) -> None:
+    def _resize_(self, update: Vector, gradients: Vector, excess: Excess | None) -> None:
         """Multiply the update v by the warm-up factor and by that of the loss bound.
 
         The bound holds for the change of the parameters that v makes at once: its share
@@ -285,13 +292,13 @@ class WhitenedAdam(CurvatureOptimizer):
         iterates, device = self._iterates, self.engine.device
         factor = iterates.warm_up(device)
         if self._bound is not None and excess is not None and update:
-            slope = torch.zeros_like(excess[1])
+            slope = torch.zeros_like(excess.usual)
             for group, _, names in self._by_group(update):
                 values = [update[name] for name in names]
                 own = inner_product([gradients[name] for name in names], values)
                 share = iterates.share_at_once(float(group["betas"][0]), device)
                 slope = slope + share * moved(own, slope.device)
-            factor = factor * self._bound.resize((factor * slope).abs(), excess[1])
+            factor = factor * self._bound.resize((factor * slope).abs(), excess)
         self._scale_(update, factor)
 
     def _move_(self, update: Vector, bad: Tensor | None) -> None:
@@ -314,9 +321,8 @@ class WhitenedAdam(CurvatureOptimizer):
     # What users see
 
     def _notes(self) -> list[str]:
-        if self._rotation is None:
-            return []
-        return [self._rotation.describe()]
+        rotation = [] if self._rotation is None else [self._rotation.describe()]
+        return [*rotation, *super()._notes()]
 
     def _state_shape(self, name: str, part: str, shape: list[int]) -> list[int]:
         if part == STEP:
@@ -334,7 +340,10 @@ class WhitenedAdam(CurvatureOptimizer):
         ``loss_bound_factor`` of the last step, above 1 if the step was lengthened, and
         ``loss_bounds``, how often the bound shortened a step.
         """
-        return {} if self._bound is None else self._bound.diagnostics()
+        if self._bound is None:
+            return {}
+        numbers = self._bound.diagnostics()
+        return {name: numbers[name] for name in ("loss_bound_factor", "loss_bounds")}
 
     # Checkpoints
 

@@ -1,4 +1,4 @@
-"""The command `kfc compare suite`: a contest over several workloads."""
+"""The command `kfc compare suite`: a benchmark over several workloads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rich.progress import Progress, TaskID
 from kfc.lab.cli import screen
 from kfc.lab.report.suite import failures, notes, score_rows, time_rows, write_suite_page
 from kfc.lab.runs import environment, locked, write_json
-from kfc.lab.suite.contest import Contest, Round, load_problem
+from kfc.lab.suite.benchmark import Benchmark, Round, load_problem
 from kfc.lab.suite.methods import METHODS
 from kfc.lab.suite.results import Results
 from kfc.lab.suite.search import POINTS
-from kfc.lab.suite.store import RULINGS, UNTUNED, ContestSettings, Record, Store
+from kfc.lab.suite.store import RULESETS, TUNED, UNTUNED, BenchmarkSettings, Record, Store
 from kfc.lab.suite.workloads import WORKLOADS
 
 PAGE, RESULTS = "report.html", "results.json"
@@ -37,7 +37,7 @@ Methods = Annotated[
     str | None,
     typer.Option(help=f"Comma-separated: {', '.join(METHODS)}. Default: all that are installed."),
 ]
-RulingOption = Annotated[
+RulesetOption = Annotated[
     str | None,
     typer.Option(help="untuned, tuned or both. Default: both; untuned with --quick."),
 ]
@@ -64,14 +64,14 @@ LimitFactor = Annotated[
     typer.Option(help="Multiply all time limits, for a slower or faster machine. Default: 1."),
 ]
 Resume = Annotated[
-    Path | None, typer.Option(help="Continue this contest; --hours can make it longer.")
+    Path | None, typer.Option(help="Continue this benchmark; --hours can make it longer.")
 ]
 
 
 def compare_suite(
     workloads: Workloads = None,
     methods: Methods = None,
-    ruling: RulingOption = None,
+    ruleset: RulesetOption = None,
     seeds: Seeds = None,
     trials: Trials = None,
     hours: Hours = None,
@@ -87,7 +87,7 @@ def compare_suite(
     The rules are those of AlgoPerf. Untuned: every method is constructed
     without any argument. Tuned: every method has the same number of trials
     from the same search space. All runs on a workload take turns in short
-    slices. The contest can be interrupted at any time and resumed.
+    slices. The benchmark can be interrupted at any time and resumed.
 
     Examples:
 
@@ -99,10 +99,10 @@ def compare_suite(
     """
     with screen.clear_errors():
         if resume is not None:
-            given = (workloads, methods, ruling, seeds, trials, threads, limit_factor)
+            given = (workloads, methods, ruleset, seeds, trials, threads, limit_factor)
             if quick or out or any(option is not None for option in given):
                 raise typer.BadParameter(
-                    "a resumed contest keeps its settings; only --hours can be changed",
+                    "a resumed benchmark keeps its settings; only --hours can be changed",
                     param_hint="--resume",
                 )
             store = Store(resume)
@@ -111,10 +111,16 @@ def compare_suite(
                 store.replace_settings(settings)
         else:
             names = _chosen("--workloads", workloads, _quick_names() if quick else WORKLOADS)
-            settings = ContestSettings(
+            rulesets = _rulesets(ruleset, quick)
+            if trials is not None and TUNED not in rulesets:
+                raise typer.BadParameter(
+                    "has no effect without the tuned ruleset; add --ruleset tuned or both",
+                    param_hint="--trials",
+                )
+            settings = BenchmarkSettings(
                 workloads=names,
                 methods=_available("--methods", methods),
-                rulings=_rulings(ruling, quick),
+                rulesets=rulesets,
                 seeds=seeds or (1 if quick else SEEDS),
                 trials=trials or TRIALS,
                 hours=_positive("--hours", _or(hours, QUICK_HOURS if quick else HOURS)),
@@ -136,10 +142,12 @@ def _run(store: Store, data_dir: Path | None) -> None:
         screen.interruptions() as interrupted,
     ):
         display = Display(progress)
-        contest = Contest(store, data_dir=data_dir, on_turn=display, interrupted=interrupted)
-        complete = contest.run()
+        benchmark = Benchmark(store, data_dir=data_dir, on_turn=display, interrupted=interrupted)
+        complete = benchmark.run()
         requested = interrupted()
-    results = Results(store.settings, contest.workloads, store.spent, complete, contest.records())
+    results = Results(
+        store.settings, benchmark.workloads, store.spent, complete, benchmark.records()
+    )
     publish(results, store.folder)
     again = f"kfc compare suite --resume {quote(str(store.folder))}"
     if requested:
@@ -154,9 +162,9 @@ def publish(results: Results, folder: Path) -> None:
     """Print the tables, and write the results and the page."""
     for note in notes(results):
         screen.say(note)
-    for ruling in results.rulings:
-        times = time_rows(results, ruling, brief=True)
-        screen.console.print(screen.as_table(score_rows(results, ruling), ruling.name))
+    for ruleset in results.rulesets:
+        times = time_rows(results, ruleset, brief=True)
+        screen.console.print(screen.as_table(score_rows(results, ruleset), ruleset.name))
         screen.console.print(screen.as_table(times, compact=True))
     for failure in failures(results):
         screen.say(failure)
@@ -182,7 +190,7 @@ class Display:
             self._round, self._tasks = current, {}
             screen.say(f"{current.title}: {current.workload.goal}, {len(current.entries)} runs")
         entry, outcome = record.entry, record.outcome
-        label = f"{entry.method} {entry.trial}" if entry.ruling != UNTUNED else entry.method
+        label = f"{entry.method} {entry.trial}" if entry.ruleset != UNTUNED else entry.method
         if entry.name not in self._tasks:
             self._tasks[entry.name] = self._progress.add_task(escape(label), total=1.0, state="")
         value = outcome.curve[-1][2] if outcome.curve else math.nan
@@ -192,7 +200,7 @@ class Display:
         self._progress.update(task, completed=done, state=state)
         if outcome.end:
             detail = f": {outcome.message}" if outcome.message else ""
-            setting = "" if entry.ruling == UNTUNED else f" ({entry.setting})"
+            setting = "" if entry.ruleset == UNTUNED else f" ({entry.setting})"
             screen.say(
                 f"  {label}{setting}: {outcome.end} after {outcome.seconds:.1f} s, "
                 f"{current.workload.metric.replace('_', ' ')} {value:.4g}{detail}"
@@ -225,14 +233,14 @@ def _available(option: str, text: str | None) -> tuple[str, ...]:
     return tuple(name for name in chosen if name not in missing)
 
 
-def _rulings(text: str | None, quick: bool) -> tuple[str, ...]:
+def _rulesets(text: str | None, quick: bool) -> tuple[str, ...]:
     if text is None:
-        return (UNTUNED,) if quick else RULINGS
-    if text not in (*RULINGS, BOTH):
+        return (UNTUNED,) if quick else RULESETS
+    if text not in (*RULESETS, BOTH):
         raise typer.BadParameter(
-            f"{text!r}: choose from {', '.join(RULINGS)}, {BOTH}", param_hint="--ruling"
+            f"{text!r}: choose from {', '.join(RULESETS)}, {BOTH}", param_hint="--ruleset"
         )
-    return RULINGS if text == BOTH else (text,)
+    return RULESETS if text == BOTH else (text,)
 
 
 def _quick_names() -> Sequence[str]:

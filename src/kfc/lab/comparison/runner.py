@@ -84,7 +84,7 @@ class ComparisonRunner:
                 RunComponents(run.config, self._data)
 
     def run(self) -> bool:
-        """Run to the end or until interrupted; return whether it is the end."""
+        """Run all methods, unless interrupted; return whether all are complete."""
         try:
             for run in self.runs:
                 if self._interrupted():

@@ -1,4 +1,4 @@
-"""Tables of a contest for the terminal, and its page."""
+"""Tables of a benchmark for the terminal, and its page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kfc.lab.report.figures import Figure, Json, layout, line
 from kfc.lab.report.rendering import write_html
 from kfc.lab.report.tables import Row, number, ratio
 from kfc.lab.suite.methods import METHODS
-from kfc.lab.suite.results import Results, Ruling
+from kfc.lab.suite.results import Results, Ruleset
 from kfc.lab.suite.scoring import LARGEST_RATIO, of_method, profile_steps
 from kfc.lab.suite.store import Record
 
@@ -21,28 +21,28 @@ UNREACHED = "not reached"
 TITLES = {"untuned": "Untuned", "tuned": "Tuned"}
 
 
-def ordered_methods(ruling: Ruling, methods: Sequence[str]) -> list[str]:
+def ordered_methods(ruleset: Ruleset, methods: Sequence[str]) -> list[str]:
     """Return the methods from the best score to the worst."""
-    return sorted(methods, key=lambda method: (-ruling.score(method), ruling.mean_ratio(method)))
+    return sorted(methods, key=lambda method: (-ruleset.score(method), ruleset.mean_ratio(method)))
 
 
-def score_rows(results: Results, ruling: Ruling) -> list[Row]:
+def score_rows(results: Results, ruleset: Ruleset) -> list[Row]:
     """Return a table with a row for each method: score, mean ratio, first places, targets."""
     rows: list[Row] = [
         ("method", "score", "geometric mean of ratios", "fastest on", "targets reached")
     ]
-    count = len(ruling.times)
-    for method in ordered_methods(ruling, results.settings.methods):
-        mean = ruling.mean_ratio(method)
-        bound = "≥ " if ruling.is_bound(method) else ""
-        firsts = sum(value == 1 for value in of_method(ruling.ratios, method))
+    count = len(ruleset.times)
+    for method in ordered_methods(ruleset, results.settings.methods):
+        mean = ruleset.mean_ratio(method)
+        bound = "≥ " if ruleset.is_bound(method) else ""
+        firsts = sum(value == 1 for value in of_method(ruleset.ratios, method))
         mean_text = f"{bound}{mean:.2f}" if math.isfinite(mean) else UNREACHED
-        reached = f"{ruling.reached(method)} of {count}"
-        rows.append((method, f"{ruling.score(method):.3f}", mean_text, str(firsts), reached))
+        reached = f"{ruleset.reached(method)} of {count}"
+        rows.append((method, f"{ruleset.score(method):.3f}", mean_text, str(firsts), reached))
     return rows
 
 
-def time_rows(results: Results, ruling: Ruling, *, brief: bool = False) -> list[Row]:
+def time_rows(results: Results, ruleset: Ruleset, *, brief: bool = False) -> list[Row]:
     """Return a table of seconds to the target, with ratios to the fastest in brackets.
 
     Args:
@@ -52,9 +52,9 @@ def time_rows(results: Results, ruling: Ruling, *, brief: bool = False) -> list[
     unreached = "∞" if brief else UNREACHED
     rows: list[Row] = [("workload", *(() if brief else ("target", "limit")), *methods)]
     for workload in results.workloads:
-        if workload.name not in ruling.times:
+        if workload.name not in ruleset.times:
             continue
-        times, ratios = ruling.times[workload.name], ruling.ratios[workload.name]
+        times, ratios = ruleset.times[workload.name], ruleset.ratios[workload.name]
         cells = [
             f"{number(times[method])} ({ratio(ratios[method])})"
             if math.isfinite(times[method])
@@ -66,42 +66,41 @@ def time_rows(results: Results, ruling: Ruling, *, brief: bool = False) -> list[
     return rows
 
 
-def growth_rows(results: Results, ruling: Ruling) -> list[Row]:
+def growth_rows(results: Results, ruleset: Ruleset) -> list[Row]:
     """Return the largest loss of a batch relative to the first, over seeds, for chosen runs."""
 
     def cell(records: Sequence[Record]) -> str:
         growth = max(record.outcome.loss_growth for record in records)
         return f"{growth:.2f}" if math.isfinite(growth) else "diverged"
 
-    return _chosen_rows(results, ruling, cell)
+    return _chosen_rows(results, ruleset, cell)
 
 
-def final_test_rows(results: Results, ruling: Ruling) -> list[Row]:
-    """Return the error (percent) or loss on the whole test split at the end of chosen runs.
-
-    Medians over seeds.
-    """
+def final_test_rows(results: Results, ruleset: Ruleset) -> list[Row]:
+    """Return the error or loss on the whole test split at the end of chosen runs, over seeds."""
+    losses = {each.name for each in results.workloads if each.metric.endswith("loss")}
 
     def cell(records: Sequence[Record]) -> str:
         value = median(record.outcome.test for record in records)
-        return number(value) if math.isfinite(value) else "-"
+        unit = "" if records[0].entry.workload in losses else "%"
+        return number(value) + unit if math.isfinite(value) else "-"
 
-    return _chosen_rows(results, ruling, cell)
+    return _chosen_rows(results, ruleset, cell)
 
 
-def setting_rows(results: Results, ruling: Ruling) -> list[Row]:
+def setting_rows(results: Results, ruleset: Ruleset) -> list[Row]:
     """Return the setting that each method's result comes from."""
-    return _chosen_rows(results, ruling, lambda records: str(records[0].entry.setting))
+    return _chosen_rows(results, ruleset, lambda records: str(records[0].entry.setting))
 
 
 def _chosen_rows(
-    results: Results, ruling: Ruling, cell: Callable[[Sequence[Record]], str]
+    results: Results, ruleset: Ruleset, cell: Callable[[Sequence[Record]], str]
 ) -> list[Row]:
     """Return a row per workload with a cell for the chosen runs of each method."""
     methods = results.settings.methods
     rows: list[Row] = [("workload", *methods)]
     for workload in results.workloads:
-        if chosen := ruling.chosen.get(workload.name):
+        if chosen := ruleset.chosen.get(workload.name):
             rows.append((workload.title, *(cell(chosen[method]) for method in methods)))
     return rows
 
@@ -109,13 +108,13 @@ def _chosen_rows(
 def failures(results: Results) -> list[str]:
     """Return sentences about runs that diverged, and about our own methods' growing losses."""
     found = [
-        f"{record.entry.method} diverged on {record.entry.workload} ({record.entry.ruling}, seed "
+        f"{record.entry.method} diverged on {record.entry.workload} ({record.entry.ruleset}, seed "
         f"{record.entry.seed}, {record.entry.setting}): {record.outcome.message}"
         for record in results.diverged()
     ]
     for record in results.records:
         entry, growth = record.entry, record.outcome.loss_growth
-        watched = METHODS[entry.method].ours and entry.ruling == "untuned"
+        watched = METHODS[entry.method].ours and entry.ruleset == "untuned"
         if watched and LARGEST_GROWTH < growth < math.inf:
             found.append(
                 f"{entry.method} on {entry.workload}, seed {entry.seed}: the loss rose to "
@@ -128,17 +127,18 @@ def failures(results: Results) -> list[str]:
 
 
 def write_suite_page(path: Path, results: Results) -> None:
-    """Write the page of a contest atomically."""
-    rulings = {ruling.name: _ruling_section(results, ruling) for ruling in results.rulings}
+    """Write the page of a benchmark atomically."""
+    rulesets = {ruleset.name: _ruleset_section(results, ruleset) for ruleset in results.rulesets}
     sections: dict[str, Any] = {
-        **{name: rulings.get(name) for name in TITLES},
+        **{name: rulesets.get(name) for name in TITLES},
         "losses": {
-            "rulings": [
-                (TITLES[ruling.name], growth_rows(results, ruling)) for ruling in results.rulings
+            "rulesets": [
+                (TITLES[ruleset.name], growth_rows(results, ruleset))
+                for ruleset in results.rulesets
             ],
             "failures": failures(results),
         }
-        if rulings
+        if rulesets
         else None,
         "rules": {"workloads": workload_rows(results), "settings": _settings(results)},
     }
@@ -156,11 +156,11 @@ def notes(results: Results) -> list[str]:
     hours = results.spent / 3600
     found = [f"{hours:.1f} hours in all." if hours >= 0.1 else f"{results.spent:.0f} seconds."]
     if not results.complete:
-        found.append("The contest is not complete; workloads without results are left out.")
-    for ruling in results.rulings:
-        counts = sorted(set(ruling.seeds.values()))
+        found.append("The benchmark is not complete; workloads without results are left out.")
+    for ruleset in results.rulesets:
+        counts = sorted(set(ruleset.seeds.values()))
         text = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-        found.append(f"{TITLES[ruling.name]}: {len(ruling.times)} workloads, seeds: {text}.")
+        found.append(f"{TITLES[ruleset.name]}: {len(ruleset.times)} workloads, seeds: {text}.")
     if results.settings.quick:
         found.append("Quick version: fewer workloads, with easier targets and shorter limits.")
     return found
@@ -182,27 +182,27 @@ def _settings(results: Results) -> list[Row]:
     return [*rows, *((name, str(value)) for name, value in settings.environment.items())]
 
 
-def _ruling_section(results: Results, ruling: Ruling) -> dict[str, Any]:
+def _ruleset_section(results: Results, ruleset: Ruleset) -> dict[str, Any]:
     methods = list(results.settings.methods)
     return {
-        "scores": score_rows(results, ruling),
-        "times": time_rows(results, ruling),
-        "test": final_test_rows(results, ruling),
-        "chosen": setting_rows(results, ruling) if ruling.name == "tuned" else [],
+        "scores": score_rows(results, ruleset),
+        "times": time_rows(results, ruleset),
+        "test": final_test_rows(results, ruleset),
+        "chosen": setting_rows(results, ruleset) if ruleset.name == "tuned" else [],
         "legend": list(enumerate(methods)),
-        "profile": [_profile_figure(ruling, methods)],
+        "profile": [_profile_figure(ruleset, methods)],
         "curves": [
-            _curve_figure(results, ruling, workload.name)
+            _curve_figure(results, ruleset, workload.name)
             for workload in results.workloads
-            if workload.name in ruling.times
+            if workload.name in ruleset.times
         ],
     }
 
 
-def _profile_figure(ruling: Ruling, methods: Sequence[str]) -> Figure:
+def _profile_figure(ruleset: Ruleset, methods: Sequence[str]) -> Figure:
     traces = []
     for index, method in enumerate(methods):
-        taus, fractions = profile_steps(of_method(ruling.ratios, method))
+        taus, fractions = profile_steps(of_method(ruleset.ratios, method))
         trace = line(index, method, taus, fractions)
         trace["line"]["shape"] = "hv"
         template = "%{y:.0%} of the workloads within %{x:.3~g} times the best"
@@ -210,14 +210,14 @@ def _profile_figure(ruling: Ruling, methods: Sequence[str]) -> Figure:
     shape = layout("τ, time relative to the fastest", "fraction of workloads", height=400)
     shape["xaxis"]["range"] = [1, LARGEST_RATIO]
     shape["yaxis"]["range"] = [-0.02, 1.02]
-    return Figure(f"profile-{ruling.name}", shape, [traces])
+    return Figure(f"profile-{ruleset.name}", shape, [traces])
 
 
-def _curve_figure(results: Results, ruling: Ruling, name: str) -> Figure:
+def _curve_figure(results: Results, ruleset: Ruleset, name: str) -> Figure:
     workload = next(each for each in results.workloads if each.name == name)
     traces: list[Json] = []
     for index, method in enumerate(results.settings.methods):
-        record: Record = ruling.chosen[name][method][0]
+        record: Record = ruleset.chosen[name][method][0]
         points = [(at, value) for at, _, value in record.outcome.curve if math.isfinite(value)]
         template = "%{y:.3~g} after %{x:.3~g} s"
         xs, ys = [at for at, _ in points], [value for _, value in points]
@@ -229,7 +229,7 @@ def _curve_figure(results: Results, ruling: Ruling, name: str) -> Figure:
     label = label if workload.metric.endswith("loss") else f"{label} (%)"
     shape = layout("seconds of training", label, log="y")
     return Figure(
-        f"curve-{ruling.name}-{name}",
+        f"curve-{ruleset.name}-{name}",
         shape,
         [[*traces, target]],
         title=workload.title,

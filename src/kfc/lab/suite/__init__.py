@@ -1,1 +1,1 @@
-"""The contest of `kfc compare suite`: time to target over workloads that differ."""
+"""The benchmark of `kfc compare suite`: time to target over workloads that differ."""

@@ -1,6 +1,6 @@
 """Successive halving: after each rung, the better half of a method's trials continues.
 
-What continues is a function of the recorded curves alone, so an interrupted contest decides again
+What continues is a function of the recorded curves alone, so an interrupted benchmark decides again
 as it did before.
 """
 

@@ -1,4 +1,4 @@
-"""The methods of the contest: how each is constructed without arguments, and how when tuned."""
+"""The methods of the benchmark: how each is constructed without arguments, and how when tuned."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ADAMW_SHARE = 0.15
 
 @dataclass(frozen=True)
 class Method:
-    """An optimizer of the contest.
+    """An optimizer of the benchmark.
 
     Attributes:
-        make: returns the optimizer, from the model and keyword arguments. The untuned ruling gives
+        make: returns the optimizer, from the model and keyword arguments. The untuned ruleset gives
             no arguments.
-        scale: the usual value of ``scaled``, around which the tuned ruling searches.
-        decay: the usual weight decay, which the tuned ruling tries besides none.
+        scale: the usual value of ``scaled``, around which the tuned ruleset searches.
+        decay: the usual weight decay, which the tuned ruleset tries besides none.
         scaled: the argument that is searched on a logarithmic scale.
         fixed: arguments of every tuned run.
         adapts: whether the method sets its own learning rate, so that no schedule applies; its
@@ -53,8 +53,6 @@ class Method:
             return f"{self.name} needs the package {name}: pip install {name}"
         if self.ours and not hasattr(kfc, self.name):
             return f"{self.name} is not in this version of kfc ({kfc.__version__})"
-        if self.make is _muon and not Muon.is_available():
-            return f"Muon needs torch 2.9 or later, this is torch {torch.__version__}"
         return None
 
 
@@ -62,7 +60,7 @@ def _of_torch(name: str, **always: Any) -> Make:
     """Return the constructor of an optimizer of torch.
 
     Args:
-        always: arguments that make the optimizer what its name says, in both rulings.
+        always: arguments that make the optimizer what its name says, in both rulesets.
     """
     return lambda model, **options: getattr(torch.optim, name)(
         model.parameters(), **always, **options

@@ -1,4 +1,4 @@
-"""The results of a contest: times, ratios and scores from the records of its runs."""
+"""The results of a benchmark: times, ratios and scores from the records of its runs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kfc.lab.suite.scoring import (
     score,
 )
 from kfc.lab.suite.search import settings_of
-from kfc.lab.suite.store import TUNED, ContestSettings, Record, finite
+from kfc.lab.suite.store import TUNED, BenchmarkSettings, Record, finite
 from kfc.lab.suite.workloads import Workload
 
 
 @dataclass(frozen=True)
-class Ruling:
-    """The results of one ruling.
+class Ruleset:
+    """The results of one ruleset.
 
     Attributes:
         times: median seconds to the target, by workload and method; workloads without a complete
@@ -67,19 +67,19 @@ class Ruling:
 
 @dataclass(frozen=True)
 class Results:
-    """The results of a contest, complete or not."""
+    """The results of a benchmark, complete or not."""
 
-    settings: ContestSettings
+    settings: BenchmarkSettings
     workloads: Sequence[Workload]
     spent: float
     complete: bool
     records: Sequence[Record]
 
     @property
-    def rulings(self) -> list[Ruling]:
-        """The rulings with at least one complete round."""
-        found = [self._ruling(name) for name in self.settings.rulings]
-        return [ruling for ruling in found if ruling.times]
+    def rulesets(self) -> list[Ruleset]:
+        """The rulesets with at least one complete round."""
+        found = [self._ruleset(name) for name in self.settings.rulesets]
+        return [ruleset for ruleset in found if ruleset.times]
 
     def diverged(self) -> list[Record]:
         return [record for record in self.records if record.outcome.end == "diverged"]
@@ -102,15 +102,15 @@ class Results:
                 }
                 for each in self.workloads
             },
-            "rulings": {
-                ruling.name: {
-                    "seeds": ruling.seeds,
-                    "times": ruling.times,
-                    "ratios": ruling.ratios,
-                    "scores": {method: ruling.score(method) for method in methods},
-                    "mean_ratios": {method: ruling.mean_ratio(method) for method in methods},
+            "rulesets": {
+                ruleset.name: {
+                    "seeds": ruleset.seeds,
+                    "times": ruleset.times,
+                    "ratios": ruleset.ratios,
+                    "scores": {method: ruleset.score(method) for method in methods},
+                    "mean_ratios": {method: ruleset.mean_ratio(method) for method in methods},
                 }
-                for ruling in self.rulings
+                for ruleset in self.rulesets
             },
             "runs": [
                 {
@@ -126,7 +126,7 @@ class Results:
         plain: dict[str, Any] = finite(content)
         return plain
 
-    def _ruling(self, name: str) -> Ruling:
+    def _ruleset(self, name: str) -> Ruleset:
         limits = {workload.name: workload.seconds for workload in self.workloads}
         times, seeds, chosen = {}, {}, {}
         for workload in limits:
@@ -143,27 +143,27 @@ class Results:
                 method: median_time([record.outcome.time for record in records])
                 for method, records in chosen[workload].items()
             }
-        return Ruling(name, times, seeds, chosen, limits)
+        return Ruleset(name, times, seeds, chosen, limits)
 
     def _round(
-        self, ruling: str, workload: str, seed: int, limit: float
+        self, ruleset: str, workload: str, seed: int, limit: float
     ) -> dict[str, Record] | None:
         """Return each method's best record of a round; ``None`` if a run has not ended."""
         best = {}
         for method in self.settings.methods:
-            wanted = ruling, workload, seed, method
+            wanted = ruleset, workload, seed, method
             own = [
                 each
                 for each in self.records
-                if (each.entry.ruling, each.entry.workload, each.entry.seed, each.entry.method)
+                if (each.entry.ruleset, each.entry.workload, each.entry.seed, each.entry.method)
                 == wanted
             ]
-            if len(own) < self._expected(ruling, seed, method):
+            if len(own) < self._expected(ruleset, seed, method):
                 return None
             best[method] = min(own, key=lambda each: rank(each.outcome, limit))
         return best
 
-    def _expected(self, ruling: str, seed: int, method: str) -> int:
+    def _expected(self, ruleset: str, seed: int, method: str) -> int:
         """Return the number of runs of a method in a round."""
-        tries = ruling == TUNED and seed == 0
+        tries = ruleset == TUNED and seed == 0
         return len(settings_of(METHODS[method], self.settings.trials)) if tries else 1

@@ -70,10 +70,10 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def bounded_ratios(times: Table, limits: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return ratios to the fastest, where a target that was not reached counts as the longest run.
+    """Return ratios to the fastest, with a lower bound where a target was not reached.
 
-    That is the limit, or ``LARGEST_RATIO`` times the fastest, where runs end. So these are lower
-    bounds of the true ratios. Workloads whose target no method reached are left out.
+    There, the time counts as the limit or ``LARGEST_RATIO`` times the fastest, whichever is
+    shorter. Workloads whose target no method reached are left out.
     """
     bounded = {}
     for name, row in times.items():

@@ -1,4 +1,4 @@
-"""The search space of the tuned ruling: no arguments, then the same points for every method."""
+"""The search space of the tuned ruleset: no arguments, then the same points for every method."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ DEFAULTS = Setting()
 def settings_of(method: Method, trials: int) -> Sequence[Setting]:
     """Return the first ``trials`` different settings of the search space for a method.
 
-    The first one is that of the untuned ruling, so that tuning cannot lose. There may be fewer for
-    a method that no schedule applies to.
+    The first one is that of the untuned ruleset, so that tuning includes the defaults. There may be
+    fewer for a method that no schedule applies to.
     """
     settings = [DEFAULTS]
     for factor, schedule, decays in POINTS:

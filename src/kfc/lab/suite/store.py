@@ -1,4 +1,4 @@
-"""The folder of a contest: its settings, the time spent, and the state or record of every run."""
+"""The folder of a benchmark: its settings, the time spent, and the state or record of every run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from kfc.lab.suite.trial import Outcome, Trial
 
 SETTINGS, SPENT, RUNS = "suite.json", "spent.json", "runs"
 UNTUNED, TUNED = "untuned", "tuned"
-RULINGS = (UNTUNED, TUNED)
+RULESETS = (UNTUNED, TUNED)
 
 
 @dataclass(frozen=True)
-class ContestSettings:
-    """What a contest consists of.
+class BenchmarkSettings:
+    """What a benchmark consists of.
 
     Attributes:
         workloads, methods: names.
         seeds: the number of seeds of the final runs; the result is their median.
-        trials: the number of settings that the tuned ruling tries for each method.
+        trials: the number of settings that the tuned ruleset tries for each method.
         hours: the most wall-clock time in all, over all sessions.
         quick: whether workloads have the targets and limits of `--quick`.
         threads: of each run.
@@ -39,7 +39,7 @@ class ContestSettings:
 
     workloads: tuple[str, ...]
     methods: tuple[str, ...]
-    rulings: tuple[str, ...]
+    rulesets: tuple[str, ...]
     seeds: int
     trials: int
     hours: float
@@ -55,7 +55,7 @@ class Entry:
     """The identity of a run."""
 
     workload: str
-    ruling: str
+    ruleset: str
     method: str
     trial: int
     seed: int
@@ -63,7 +63,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        return f"{self.workload}-{self.ruling}-{self.method}-{self.trial}-seed{self.seed}"
+        return f"{self.workload}-{self.ruleset}-{self.method}-{self.trial}-seed{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -75,18 +75,18 @@ class Record:
 
 
 class Store:
-    """Reads and writes the folder of a contest."""
+    """Reads and writes the folder of a benchmark."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.settings = _read_settings(folder)
 
     @classmethod
-    def create(cls, folder: Path, settings: ContestSettings) -> Store:
+    def create(cls, folder: Path, settings: BenchmarkSettings) -> Store:
         create_folder(folder, SETTINGS, asdict(settings))
         return cls(folder)
 
-    def replace_settings(self, settings: ContestSettings) -> None:
+    def replace_settings(self, settings: BenchmarkSettings) -> None:
         with clear_disk_errors(self.folder):
             write_json(self.folder / SETTINGS, asdict(settings))
         self.settings = settings
@@ -163,13 +163,13 @@ def _outcome(values: dict[str, Any]) -> Outcome:
     return Outcome(**{**known, "curve": curve})
 
 
-def _read_settings(folder: Path) -> ContestSettings:
+def _read_settings(folder: Path) -> BenchmarkSettings:
     try:
         values = json.loads((folder / SETTINGS).read_text())
-        for name in ("workloads", "methods", "rulings"):
+        for name in ("workloads", "methods", "rulesets"):
             values[name] = tuple(values[name])
-        if set(values) != {each.name for each in fields(ContestSettings)}:
-            raise ValueError("other settings than this version has")
-        return ContestSettings(**values)
+        if set(values) != {each.name for each in fields(BenchmarkSettings)}:
+            raise ValueError("its settings are not those of this version of kfc")
+        return BenchmarkSettings(**values)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{folder} is not the folder of a suite: {error}") from error

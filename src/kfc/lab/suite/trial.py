@@ -1,4 +1,4 @@
-"""One run of the contest, which trains in slices and can be saved and restored between them."""
+"""One run of the benchmark, which trains in slices and can be saved and restored between them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Outcome:
         first_loss, largest_loss: the first and the largest loss of a training batch.
         end: why the run has ended; empty until then. ``"target"`` if it has reached the target.
         test: the error (percent) or loss on the whole test split at the end of the run; ∞ if the
-            run was dropped or diverged.
+            run diverged, or was ended because others were better or faster.
     """
 
     curve: list[tuple[float, int, float]] = field(default_factory=list)

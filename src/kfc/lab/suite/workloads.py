@@ -1,4 +1,4 @@
-"""The workloads of the contest: network, data, batch size, target and time limit of each."""
+"""The workloads of the benchmark: network, data, batch size, target and time limit of each."""
 
 from __future__ import annotations
 

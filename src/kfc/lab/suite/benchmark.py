@@ -1,4 +1,4 @@
-"""Execution of a contest: rounds in which runs take turns, from the beginning or resumed."""
+"""Execution of a benchmark: rounds in which runs take turns, from the beginning or resumed."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ SLICE = 1 / 24
 
 @dataclass(frozen=True)
 class Round:
-    """All runs on one workload under one ruling with one seed, which take turns."""
+    """All runs on one workload under one ruleset with one seed, which take turns."""
 
     workload: Workload
-    ruling: str
+    ruleset: str
     seed: int
     entries: Sequence[Entry]
 
     @property
     def title(self) -> str:
-        return f"{self.workload.name}, {self.ruling}, seed {self.seed}"
+        return f"{self.workload.name}, {self.ruleset}, seed {self.seed}"
 
 
 OnTurn = Callable[[Round, Record], None]
 
 
-class Contest:
-    """A contest in a folder.
+class Benchmark:
+    """A benchmark in a folder.
 
     Args:
         on_turn: called with the round and the run after every slice.
@@ -87,9 +87,9 @@ class Contest:
         return self.spent >= 3600 * self.settings.hours
 
     def run(self) -> bool:
-        """Run to the end, or until interrupted or out of time; return whether it is the end.
+        """Run all rounds, unless interrupted or out of time; return whether all are complete.
 
-        Every ruling is complete for one seed before the next seed begins, so that a contest which
+        Every ruleset is complete for one seed before the next seed begins, so that a benchmark that
         runs out of time has results with fewer seeds rather than for fewer workloads.
         """
         torch.set_num_threads(self.settings.threads)
@@ -100,33 +100,35 @@ class Contest:
     def rounds(self) -> Iterator[Round]:
         """Yield the rounds in order; settings of later seeds come from the trials of the first."""
         for seed in range(self.settings.seeds):
-            for ruling in self.settings.rulings:
+            for ruleset in self.settings.rulesets:
                 for workload in self.workloads:
                     methods = self.settings.methods
-                    entries = [e for m in methods for e in self._entries(workload, ruling, m, seed)]
-                    yield Round(workload, ruling, seed, entries)
+                    entries = [
+                        e for m in methods for e in self._entries(workload, ruleset, m, seed)
+                    ]
+                    yield Round(workload, ruleset, seed, entries)
 
     def records(self) -> list[Record]:
         """Return all runs that have ended, in the order of the rounds."""
         found = []
         for seed in range(self.settings.seeds):
-            for ruling in self.settings.rulings:
+            for ruleset in self.settings.rulesets:
                 for workload in self.workloads:
                     for method in self.settings.methods:
                         try:
-                            entries = self._entries(workload, ruling, method, seed)
+                            entries = self._entries(workload, ruleset, method, seed)
                         except UndecidedError:
                             continue
                         pairs = [(entry, self.store.finished(entry)) for entry in entries]
                         found += [Record(e, outcome) for e, outcome in pairs if outcome]
         return found
 
-    def _entries(self, workload: Workload, ruling: str, method: str, seed: int) -> list[Entry]:
-        if ruling != TUNED:
-            return [Entry(workload.name, ruling, method, 0, seed, DEFAULTS)]
+    def _entries(self, workload: Workload, ruleset: str, method: str, seed: int) -> list[Entry]:
+        if ruleset != TUNED:
+            return [Entry(workload.name, ruleset, method, 0, seed, DEFAULTS)]
         settings = settings_of(METHODS[method], self.settings.trials)
         first = [
-            Entry(workload.name, ruling, method, index, 0, setting)
+            Entry(workload.name, ruleset, method, index, 0, setting)
             for index, setting in enumerate(settings)
         ]
         if seed == 0:
@@ -136,7 +138,7 @@ class Contest:
         if len(known) < len(first):
             raise UndecidedError(f"{method} has not been tuned on {workload.name} yet")
         chosen = winner(known, workload.seconds)
-        return [Entry(workload.name, ruling, method, chosen, seed, settings[chosen])]
+        return [Entry(workload.name, ruleset, method, chosen, seed, settings[chosen])]
 
     # One round
 
@@ -170,7 +172,7 @@ class Contest:
     def _settle(
         self, current: Round, trials: dict[Entry, Trial], outcomes: dict[Entry, Outcome]
     ) -> dict[Entry, float]:
-        """End the runs that cannot matter any more; return the others and their next goals."""
+        """End runs that can no longer affect the result; return the others and their goals."""
         goals: dict[Entry, float] = {}
         fastest = min(outcome.time for outcome in outcomes.values())
         for method in self.settings.methods:
