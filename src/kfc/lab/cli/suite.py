@@ -22,7 +22,7 @@ from kfc.lab.suite.benchmark import Benchmark, Round, load_problem
 from kfc.lab.suite.methods import METHODS
 from kfc.lab.suite.results import Results
 from kfc.lab.suite.search import POINTS
-from kfc.lab.suite.store import RULESETS, TUNED, UNTUNED, BenchmarkSettings, Record, Store
+from kfc.lab.suite.store import RULESETS, UNTUNED, BenchmarkSettings, Record, Store
 from kfc.lab.suite.workloads import WORKLOADS
 
 PAGE, RESULTS = "report.html", "results.json"
@@ -105,22 +105,13 @@ def compare_suite(
                     "a resumed benchmark keeps its settings; only --hours can be changed",
                     param_hint="--resume",
                 )
-            store = Store(resume)
-            if hours is not None:
-                settings = replace(store.settings, hours=_positive("--hours", hours))
-                store.replace_settings(settings)
+            store = _resumed(resume, hours)
         else:
             names = _chosen("--workloads", workloads, _quick_names() if quick else WORKLOADS)
-            rulesets = _rulesets(ruleset, quick)
-            if trials is not None and TUNED not in rulesets:
-                raise typer.BadParameter(
-                    "has no effect without the tuned ruleset; add --ruleset tuned or both",
-                    param_hint="--trials",
-                )
             settings = BenchmarkSettings(
                 workloads=names,
                 methods=_available("--methods", methods),
-                rulesets=rulesets,
+                rulesets=_rulesets(ruleset, quick, trials),
                 seeds=seeds or (1 if quick else SEEDS),
                 trials=trials or TRIALS,
                 hours=_positive("--hours", _or(hours, QUICK_HOURS if quick else HOURS)),
@@ -133,6 +124,13 @@ def compare_suite(
             name = "suite-quick" if quick else "suite"
             store = Store.create(out or screen.free_path(Path("runs") / name), settings)
         _run(store, data_dir)
+
+
+def _resumed(folder: Path, hours: float | None) -> Store:
+    store = Store(folder)
+    if hours is not None:
+        store.replace_settings(replace(store.settings, hours=_positive("--hours", hours)))
+    return store
 
 
 def _run(store: Store, data_dir: Path | None) -> None:
@@ -233,12 +231,16 @@ def _available(option: str, text: str | None) -> tuple[str, ...]:
     return tuple(name for name in chosen if name not in missing)
 
 
-def _rulesets(text: str | None, quick: bool) -> tuple[str, ...]:
-    if text is None:
-        return (UNTUNED,) if quick else RULESETS
+def _rulesets(text: str | None, quick: bool, trials: int | None) -> tuple[str, ...]:
+    text = (UNTUNED if quick else BOTH) if text is None else text
     if text not in (*RULESETS, BOTH):
         raise typer.BadParameter(
             f"{text!r}: choose from {', '.join(RULESETS)}, {BOTH}", param_hint="--ruleset"
+        )
+    if text == UNTUNED and trials is not None:
+        raise typer.BadParameter(
+            "has no effect without the tuned ruleset; add --ruleset tuned or both",
+            param_hint="--trials",
         )
     return RULESETS if text == BOTH else (text,)
 

@@ -76,6 +76,9 @@ class Outcome:
     def note_time(self, seconds: float) -> None:
         self.seconds += seconds
 
+    def note_test(self, value: float) -> None:
+        self.test = value
+
 
 class Trial:
     """A run of one method with one setting on one workload.
@@ -121,7 +124,7 @@ class Trial:
             if over:
                 outcome.finish(over)
             if outcome.end and outcome.end != "diverged":
-                outcome.test = self._metric("test")
+                outcome.note_test(self._metric("test"))
 
     def _is_over(self) -> str:
         """Return why no time or no learning rate is left, or an empty string."""
