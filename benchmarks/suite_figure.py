@@ -89,7 +89,7 @@ def tables(results: Results) -> str:
             f"| {method} | {score(own):.3f} | {bound}{mean:.2f} | {reached} of {len(own)} |"
         )
     if "tuned" in results["settings"]["rulesets"]:
-        lines += ["", *_settings(results)]
+        lines += ["", *_settings(results), "", *_test_values(results)]
     return "\n".join(lines)
 
 
@@ -107,6 +107,29 @@ def _settings(results: Results) -> list[str]:
             fastest = min(reached, key=lambda run: run["seconds_to_target"], default=None)
             cells.append("none" if fastest is None else fastest["setting"])
         lines.append(f"| `{workload}` | {' | '.join(cells)} |")
+    return lines
+
+
+def _test_values(results: Results) -> list[str]:
+    """Return the lines of a table of test errors at the end of the best runs, medians over seeds.
+
+    The best run of a seed is the fastest to the target, else the one with the best last value.
+    """
+    methods = results["settings"]["methods"]
+    lines = [f"| test error | {' | '.join(methods)} |", "|---" * (1 + len(methods)) + "|"]
+    for name, workload in results["workloads"].items():
+        unit = "" if workload["metric"].endswith("loss") else "%"
+        cells = []
+        for method in methods:
+            best: dict[int, tuple[float, float, float]] = {}
+            for run in results["runs"]:
+                if (run["workload"], run["method"]) == (name, method) and run.get("test"):
+                    seconds = run["seconds_to_target"] or math.inf
+                    found = seconds, run["curve"][-1][2], run["test"]
+                    best[run["seed"]] = min(found, best.get(run["seed"], found))
+            values = [test for _, _, test in best.values()]
+            cells.append(f"{median_time(values):.3g}{unit}" if values else "-")
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return lines
 
 

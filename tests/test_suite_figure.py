@@ -36,7 +36,9 @@ def benchmark(path, workload, times):
     runs = [run(workload, m, seed, t) for m, ts in times.items() for seed, t in enumerate(ts)]
     content = {
         "settings": {"methods": ["A", "B"], "rulesets": ["untuned"], "threads": 1},
-        "workloads": {workload: {"goal": "a goal", "limit_seconds": 50.0}},
+        "workloads": {
+            workload: {"goal": "a goal", "limit_seconds": 50.0, "metric": "test_error"}
+        },
         "runs": runs,
     }
     path.write_text(json.dumps(content))
@@ -60,14 +62,18 @@ def test_benchmarks_are_merged_and_scored(tmp_path):
     assert "| A | 0.500 | ≥ 2.00 | 1 of 2 |" in text
 
 
-def test_tuned_results_have_a_table_of_settings(tmp_path):
-    path = benchmark(tmp_path / "one", "easy", {"A": [9.0, 8.0], "B": [None]})
+def test_tuned_results_have_tables_of_settings_and_test_errors(tmp_path):
+    path = benchmark(tmp_path / "one", "easy", {"A": [9.0, 8.0, None], "B": [None]})
     content = json.loads(path.read_text())
     content["settings"]["rulesets"] = ["tuned"]
-    for run, setting in zip(content["runs"], ["lr 1", "lr 2", "lr 3"], strict=True):
-        run["setting"] = setting
+    values = zip(content["runs"], ["lr 1", "lr 2", "lr 3", "lr 4"], [7, 8, 9, None], strict=True)
+    for run, setting, test in values:
+        run |= {"setting": setting, "test": test}
+    content["runs"].append({**content["runs"][0], "seconds_to_target": 10.0, "test": 1})
     path.write_text(json.dumps(content))
-    assert "| `easy` | lr 2 | none |" in suite_figure.tables(suite_figure.merged([path]))
+    tables = suite_figure.tables(suite_figure.merged([path]))
+    assert "| `easy` | lr 2 | none |" in tables
+    assert "| `easy` | 8% | - |" in tables  # the slower run of a seed does not count
 
 
 def test_the_command_writes_both_files(tmp_path, monkeypatch, capsys):
