@@ -36,9 +36,7 @@ def benchmark(path, workload, times):
     runs = [run(workload, m, seed, t) for m, ts in times.items() for seed, t in enumerate(ts)]
     content = {
         "settings": {"methods": ["A", "B"], "rulesets": ["untuned"], "threads": 1},
-        "workloads": {
-            workload: {"goal": "a goal", "limit_seconds": 50.0, "metric": "test_error"}
-        },
+        "workloads": {workload: {"goal": "a goal", "limit_seconds": 50.0, "metric": "test_error"}},
         "runs": runs,
     }
     path.write_text(json.dumps(content))
