@@ -160,7 +160,7 @@ def notes(results: Results) -> list[str]:
     for ruleset in results.rulesets:
         counts = sorted(set(ruleset.seeds.values()))
         text = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-        found.append(f"{TITLES[ruleset.name]}: {len(ruleset.times)} workloads, seeds: {text}.")
+        found.append(f"{TITLES[ruleset.name]}: workloads: {len(ruleset.times)}, seeds: {text}.")
     if results.settings.quick:
         found.append("Quick version: fewer workloads, with easier targets and shorter limits.")
     return found
