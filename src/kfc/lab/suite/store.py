@@ -166,10 +166,10 @@ def _outcome(values: dict[str, Any]) -> Outcome:
 def _read_settings(folder: Path) -> BenchmarkSettings:
     try:
         values = json.loads((folder / SETTINGS).read_text())
-        for name in ("workloads", "methods", "rulesets"):
-            values[name] = tuple(values[name])
         if set(values) != {each.name for each in fields(BenchmarkSettings)}:
             raise ValueError("its settings are not those of this version of kfc")
+        for name in ("workloads", "methods", "rulesets"):
+            values[name] = tuple(values[name])
         return BenchmarkSettings(**values)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{folder} is not the folder of a suite: {error}") from error
