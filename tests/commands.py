@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -108,6 +109,8 @@ def _run(
     arguments: list[str], cwd: Path, output: Path, variables: dict[str, str], script: Path | None
 ) -> None:
     """Run the command in the forked process."""
+    # A shell that runs the tests in the background lets its children ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT), number)
     os.chdir(cwd)

@@ -253,7 +253,7 @@ SCENARIOS = {
     },
     "whitened, wide factors": (
         trained_by_whitened_adam,
-        {**on("gradients"), "max_factor_size": 10},
+        {**on("gradients"), "whitening": kfc.Whitening(max_factor_size=10)},
     ),
     **{
         f"ekfac {placement}": (

@@ -104,6 +104,7 @@ def test_bad_values_of_the_clip(option, value):
         kfc.FisherClip(**{option: value})
 
 
+CURVATURES = (kfc.Kronecker, kfc.SUA, kfc.PRONG, kfc.EKFAC, kfc.Diagonal, kfc.Whitening)
 BAD_VALUES = {
     "fisher": ["true", None],
     "factor_decay": [1.0, -0.5],
@@ -116,14 +117,25 @@ BAD_VALUES = {
     ("curvature", "option", "value"),
     [
         (curvature, field.name, value)
-        for curvature in (kfc.Kronecker, kfc.SUA, kfc.PRONG, kfc.EKFAC, kfc.Diagonal)
+        for curvature in CURVATURES
         for field in dataclasses.fields(curvature)
+        if field.init
         for value in BAD_VALUES[field.name]
     ],
 )
 def test_bad_values_of_the_curvature(curvature, option, value):
     with pytest.raises(ValueError, match=f"{option} must be"):
         curvature(**{option: value})
+
+
+@pytest.mark.parametrize("method", [kfc.KFC, kfc.KFAC, kfc.Preconditioner])
+def test_only_whitened_adam_takes_a_whitening(method):
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"an option of kfc\.WhitenedAdam only"):
+        method(model, curvature=kfc.Whitening())
+    with pytest.raises(TypeError, match=r"whitening must be kfc\.Whitening, got Kronecker"):
+        kfc.WhitenedAdam(model, whitening=kfc.Kronecker())
+    assert not model._forward_hooks
 
 
 @pytest.mark.parametrize("schedule", [kfc.Periods, kfc.Budget])
@@ -252,6 +264,7 @@ def test_a_likelihood_has_no_effect_without_loss_bound_and_rotation():
         (kfc.EKFAC, "inverse"),
         (kfc.Diagonal, "inverse"),
         (kfc.Diagonal, "max_factor_size"),
+        (kfc.Whitening, "fisher"),
         (kfc.Kronecker, "overhead"),
         (kfc.Periods, "overhead"),
     ],
@@ -274,6 +287,8 @@ def flat_defaults(method) -> dict[str, object]:
         found |= dict(zip(("beta1", "beta2"), found["betas"], strict=True))
     if "adaptation" in found:
         found |= vars(found["adaptation"])
+    if "whitening" in found:
+        found |= vars(found["whitening"])
     if found.get("curvature") == "kfc":
         found |= {"factor_decay": kfc.Kronecker.factor_decay}
     return {**found, "periods": found["schedule"]}
@@ -284,7 +299,7 @@ def flat_defaults(method) -> dict[str, object]:
     [
         (kfc.KFC, "kfc", {"lr", "momentum", "damping", "clip", "loss_bound", "factor_decay"}),
         (kfc.KFAC, "kfac", {"lr", "model_damping_period", "max_lr", "clip", "loss_bound"}),
-        (kfc.WhitenedAdam, "whitened-adam", {"lr", "beta1", "beta2", "damping", "loss_bound"}),
+        (kfc.WhitenedAdam, "whitened-adam", {"lr", "beta1", "beta2", "damping", "factor_decay"}),
     ],
 )
 def test_the_command_line_has_the_same_defaults(method, name, least):

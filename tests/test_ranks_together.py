@@ -366,7 +366,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_by_all_and_named():
         assert "step 2 was skipped: rank 1 gave" in warning
         assert "skipped 10 times: rank 1 gave values that are not finite" in error
         assert found["kfac"].count("not finite on rank 1") == 2
-        assert found["estimate"] == "batch 1 of rank 1 gave statistics that are not finite"
+        assert found["estimate"] == "batch 1 on rank 1 gave statistics that are not finite"
 
 
 def too_early(rank, size):

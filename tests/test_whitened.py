@@ -218,7 +218,7 @@ def trained(model, steps, loss=F.cross_entropy, **options):
         "eps": EPS,
         "weight_decay": LAMBDA,
         "damping": DAMPING,
-        "factor_decay": DECAY,
+        "whitening": kfc.Whitening(factor_decay=DECAY),
         "schedule": PERIODS,
     }
     optimizer, history = kfc.WhitenedAdam(model, LR, **{**given_options, **options}), []
@@ -435,7 +435,7 @@ def test_a_wide_factor_is_diagonal():
         model,
         0.1,
         weight_decay=0.0,
-        max_factor_size=6,
+        whitening=kfc.Whitening(max_factor_size=6),
         damping=DAMPING,
         rotation_period=None,
         loss_bound=None,

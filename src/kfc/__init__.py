@@ -1,7 +1,7 @@
 """Natural-gradient training of convolutional networks with Kronecker Factors for Convolution."""
 
 from kfc import fisher, layers, moments
-from kfc.curvature.options import EKFAC, PRONG, SUA, Diagonal, Kronecker
+from kfc.curvature.options import EKFAC, PRONG, SUA, Diagonal, Kronecker, Whitening
 from kfc.distributed.options import Parallel
 from kfc.fisher.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from kfc.optimizers import KFAC, KFC, Preconditioner, WhitenedAdam
@@ -30,6 +30,7 @@ __all__ = [
     "Preconditioner",
     "Stretch",
     "WhitenedAdam",
+    "Whitening",
     "fisher",
     "layers",
     "moments",

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -165,6 +165,27 @@ def is_transformed() -> bool:
     except RuntimeError:  # torch.func refuses requires_grad_ inside of its transforms
         return True
     return False
+
+
+# torch does not promise the names of the nodes of a graph.
+_ELEMENTS_KEPT_BY = frozenset(
+    f"{name}Backward{number}"
+    for name in (
+        *("Alias", "Clone", "Permute", "ReshapeAlias", "Squeeze", "ToCopy", "Transpose"),
+        *("UnsafeView", "Unsqueeze", "View", "BackwardHookFunction"),
+    )
+    for number in ("", "0", "1", "2")
+)
+
+
+def keeps_elements(node: Node) -> bool:
+    """Return whether an operation only moves, copies or casts elements; false if unknown."""
+    return node.name() in _ELEMENTS_KEPT_BY
+
+
+def is_reentrant_checkpoint(node: Node) -> bool:
+    """Return whether a node runs a part of the model again in the backward; false if unknown."""
+    return node.name() == "CheckpointFunctionBackward"
 
 
 def keeps_graph() -> bool:

@@ -85,7 +85,18 @@ class Approximation(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kronecker(Approximation):
+class FactorApproximation(Approximation):
+    """An approximation by factors of a layer's block."""
+
+    max_factor_size: int = 8192
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("max_factor_size", self.max_factor_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kronecker(FactorApproximation):
     """Ω ⊗ Γ, the second moments of patches and of derivatives (Theorem 2).
 
     Args:
@@ -102,7 +113,6 @@ class Kronecker(Approximation):
     """
 
     inverse: InverseKind = "factored"
-    max_factor_size: int = 8192
 
     name: ClassVar[str] = "kfc"
     curvature: ClassVar[type[KroneckerCurvature]] = KroneckerCurvature
@@ -110,7 +120,6 @@ class Kronecker(Approximation):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("inverse", self.inverse, tuple(INVERSES))
-        require_whole("max_factor_size", self.max_factor_size)
 
     @property
     def inverse_kind(self) -> str:
@@ -143,24 +152,14 @@ class PRONG(Kronecker):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EKFAC(Approximation):
+class EKFAC(FactorApproximation):
     """Second moments of gradients in the eigenbasis of KFC's factors (George et al. 2018).
 
-    The damping is added to these moments exactly.
-
-    Args:
-        max_factor_size: wider factors keep their diagonal only.
-
-    The other arguments are those of ``Kronecker``.
+    The damping is added to these moments exactly. The arguments are those of ``Kronecker``, without
+    ``inverse``.
     """
 
-    max_factor_size: int = 8192
-
     name: ClassVar[str] = "ekfac"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole("max_factor_size", self.max_factor_size)
 
     def for_matrix(self, layer: MatrixLayer) -> LayerCurvature:
         return EKFACCurvature(layer, MeasuredInverse, self.max_factor_size)
@@ -177,24 +176,21 @@ class Diagonal(Approximation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whitening(Approximation):
-    """Ω alone, from forward passes; for ``kfc.WhitenedAdam``.
+class Whitening(FactorApproximation):
+    """Ω alone, from forward passes, for ``kfc.WhitenedAdam``.
 
     Args:
-        factor_decay: see ``Kronecker``.
-        max_factor_size: wider factors keep their diagonal only.
+        factor_decay: as in ``Kronecker``.
+        max_factor_size: layers with a wider Ω keep only its diagonal, and layers with more outputs
+            are not rotated.
     """
 
     fisher: FisherKind = field(default="sampled", init=False, repr=False)  # no targets are used
-    max_factor_size: int = 8192
+    factor_decay: Decay = 0.8
 
     name: ClassVar[str] = "whitening"
     needs_derivatives: ClassVar[bool] = False
     fallback: ClassVar[str] = "Adam"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole("max_factor_size", self.max_factor_size)
 
     def exclusion(self, layer: Layer) -> str | None:
         if isinstance(layer, MatrixLayer):
@@ -213,6 +209,8 @@ APPROXIMATIONS: dict[str, type[Approximation]] = {
 
 def resolve_curvature(choice: CurvatureChoice) -> Approximation:
     """Return the value object that a name stands for; an object stands for itself."""
+    if isinstance(choice, Whitening):
+        raise TypeError("kfc.Whitening is an option of kfc.WhitenedAdam only")
     if isinstance(choice, Approximation):
         return choice
     if choice not in APPROXIMATIONS:

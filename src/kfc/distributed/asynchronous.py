@@ -17,6 +17,7 @@ from kfc.curvature.kronecker import Inverse
 from kfc.curvature.layer import Block
 from kfc.curvature.model import ModelCurvature
 from kfc.distributed.options import Parallel
+from kfc.distributed.reducer import Reducer
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ class InverseRefresher:
 
     Args:
         parallel: whether and how inverses are computed asynchronously.
-        several: whether several ranks train together; they apply inverses at the same step.
+        reducer: several ranks apply inverses at the same step.
     """
 
-    def __init__(self, curvature: ModelCurvature, parallel: Parallel, *, several: bool) -> None:
+    def __init__(self, curvature: ModelCurvature, parallel: Parallel, reducer: Reducer) -> None:
         self._curvature = curvature
         self._max_staleness = parallel.max_staleness
-        self._at_fixed_steps = parallel.deterministic or several
+        self._at_fixed_steps = parallel.deterministic or reducer.size > 1
         # The step at which the inverses in use were due; 0: there are none yet.
         self._refreshed_at = 0
         self._job: Job | None = None

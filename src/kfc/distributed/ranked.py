@@ -18,9 +18,12 @@ from kfc.distributed.inverses import RemoteInverse, layer_size, pack_inverse, un
 from kfc.distributed.options import Parallel
 from kfc.distributed.placement import Placement, place
 from kfc.distributed.ranks import Ranks, join_ranks
-from kfc.distributed.reducer import Gradients, Reducer
+from kfc.distributed.reducer import Gradients, Reducer, named_ranks
 from kfc.schedule import is_due
 from kfc.statistics.generator import OwnGenerator
+
+# Ranks stop after this many skipped steps in a row.
+MOST_SKIPPED_IN_A_ROW = 10
 
 
 def make_reducer(model: nn.Module, parallel: Parallel) -> tuple[nn.Module, Reducer]:
@@ -46,6 +49,7 @@ class RankReducer(Reducer):
         self._exchanges: list[Exchange] = []
         self._output_is_bad: Tensor | None = None
         self._known_bad: set[int] = set()
+        self._skipped_in_a_row = 0
 
     # Setup and steps
 
@@ -67,6 +71,18 @@ class RankReducer(Reducer):
         if first or (period is not None and is_due(period, step)):
             held = {n: layer for n, layer in self._layers.items() if self.is_everywhere(n)}
             require_equal_ranks(self._ranks, model, gradients, self._layers, held, step)
+
+    def skip_step(self, step: int, cause: str) -> None:
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
+            # The users of the other ranks see nothing wrong and would continue for ever.
+            raise FloatingPointError(
+                f"step {step} was skipped {self._skipped_in_a_row} times: {cause} gave values that "
+                "are not finite. The parameters are unchanged; look at the batch and the loss there"
+            )
+
+    def end_step(self) -> None:
+        self._skipped_in_a_row = 0
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -123,7 +139,13 @@ class RankReducer(Reducer):
         before = self._output_is_bad
         self._output_is_bad = bad if before is None else before | bad.to(before.device)
 
-    def bad_ranks(self) -> list[int]:
+    def cause_of_bad_step(self) -> str:
+        return named_ranks(self._bad_ranks())
+
+    def where(self, ranks: Sequence[int] | None) -> str:
+        return f" on {named_ranks(self._bad_ranks() if ranks is None else ranks)}"
+
+    def _bad_ranks(self) -> list[int]:
         own = self._output_is_bad is not None and bool(self._output_is_bad)
         flags = self.gather([float(own)])
         return sorted(self._known_bad | {rank for rank, (flag,) in enumerate(flags) if flag})

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 Gradients = dict[str, Tensor]
 
 
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 1 and 2", or "a rank" if it is unknown which."""
+    if not ranks:
+        return "a rank"
+    return f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
+
+
 class Reducer:
     """Joins the work of all ranks.
 
@@ -83,6 +90,12 @@ class Reducer:
                 "parallel=kfc.Parallel(group=None) to train in this process alone"
             )
 
+    def skip_step(self, step: int, cause: str) -> None:
+        """Count a skipped step. Several ranks stop after ten in a row."""
+
+    def end_step(self) -> None:
+        """Record that a step was not skipped."""
+
     def describe(self) -> dict[str, Any] | None:
         """Return who computes what and how much was sent, for ``diagnostics``."""
         return None
@@ -109,9 +122,17 @@ class Reducer:
     def watch(self, output: Tensor) -> None:
         """Record whether this rank's output and its derivative are finite."""
 
-    def bad_ranks(self) -> list[int]:
-        """Return the ranks with values that are not finite in this step, if there are several."""
-        return []
+    def cause_of_bad_step(self) -> str:
+        """Return what gave values that are not finite in this step: "the batch" or "rank 1"."""
+        return "the batch"
+
+    def where(self, ranks: Sequence[int] | None) -> str:
+        """Return " on rank 1" for error messages, or nothing in a single process.
+
+        Args:
+            ranks: ``None``: those with values that are not finite in this step.
+        """
+        return ""
 
     def send_(self, batch: BatchStatistics, names: Collection[str]) -> None:
         """Start to sum the statistics of a batch over all ranks, unless more passes will follow.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from kfc.distributed.reducer import named_ranks
 from kfc.lab.config import RunConfig
-from kfc.optimizers.skipping import named_ranks
 
 ADVICE = {
     "kfc": "try a smaller --lr or a larger --damping",

@@ -279,7 +279,7 @@ class WhitenedAdamOptions(RefreshOptions):
         default_of(WhitenedAdam, "damping"),
         "Damping δ, as a fraction of the factor's mean eigenvalue",
     )
-    factor_decay: float | str = decay_option(default_of(WhitenedAdam, "factor_decay"))
+    factor_decay: float | str = decay_option(Whitening.factor_decay)
     rotation_period: int = option(
         default_of(WhitenedAdam, "rotation_period"),
         "Steps between updates of the eigenbases of the outputs; 0 for no rotation",
@@ -287,7 +287,7 @@ class WhitenedAdamOptions(RefreshOptions):
     loss_bound: float = option(default_of(WhitenedAdam, "loss_bound"), BOUND)
 
     def make(self, model: nn.Module, setup: Setup) -> WhitenedAdam:
-        decay = Whitening(factor_decay=self.factor_decay).with_decay(setup.averaging_timescale)  # type: ignore[arg-type]
+        whitening = Whitening(factor_decay=self.factor_decay)  # type: ignore[arg-type]
         return WhitenedAdam(
             model,
             self.lr if setup.lr is None else setup.lr,
@@ -296,7 +296,7 @@ class WhitenedAdamOptions(RefreshOptions):
             damping=self.damping,
             loss_bound=self.loss_bound or None,
             rotation_period=self.rotation_period or None,
-            factor_decay=decay.factor_decay,
+            whitening=whitening.with_decay(setup.averaging_timescale),
             **self._shared_arguments(setup),
         )
 

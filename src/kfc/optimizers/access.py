@@ -184,9 +184,8 @@ class CurvatureAccess:
         by_rank = reducer.gather([float(done), float(bad)])
         for rank, (_, batch) in enumerate(by_rank):
             if batch >= 0:
-                where = f" of rank {rank}" if reducer.size > 1 else ""
                 raise NonFiniteStatisticsError(
-                    f"batch {batch:.0f}{where} gave statistics that are not finite"
+                    f"batch {batch:.0f}{reducer.where([rank])} gave statistics that are not finite"
                 )
         if not any(count for count, _ in by_rank):
             raise ValueError("estimate_factors was given no batches")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from kfc._helpers import all_finite, largest_entries, moved, require_keys, require_whole
 from kfc.curvature.damping import Damping
 from kfc.curvature.model import ModelCurvature
-from kfc.curvature.options import CurvatureChoice, resolve_curvature
+from kfc.curvature.options import Approximation
 from kfc.curvature.statistics import BatchStatistics
 from kfc.distributed.asynchronous import InverseRefresher
 from kfc.distributed.options import Parallel
@@ -19,7 +19,7 @@ from kfc.fisher.calls import without_autocast
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.fisher.losses import Losses
 from kfc.layers import find_layers
-from kfc.optimizers.skipping import SkippedSteps, named_ranks
+from kfc.optimizers.skipping import SkippedSteps
 from kfc.schedule import Budget, Periods, Schedule, longest
 from kfc.statistics.collector import Collector
 from kfc.statistics.hooks import ModelHooks
@@ -29,9 +29,6 @@ STATE_KEYS = (
     *("steps", "skipped_steps", "generator", "losses", "expected", "replaces_guess"),
     *("budget", "curvature", "inverses"),
 )
-
-# Several ranks stop after this many skipped steps in a row.
-MOST_SKIPPED_IN_A_ROW = 10
 
 
 class Engine:
@@ -62,13 +59,13 @@ class Engine:
         output: Output | None,
         strict: bool,
         seed: int | None,
-        curvature: CurvatureChoice,
+        curvature: Approximation,
         schedule: Periods | Budget,
         parallel: Parallel | None,
         norm_rate: float = 0.0,
         averaging_timescale: float | None = None,
     ) -> None:
-        options = resolve_curvature(curvature).with_decay(averaging_timescale)
+        options = curvature.with_decay(averaging_timescale)
         _check_model(model)
         if seed is not None:
             require_whole("seed", seed, low=None)
@@ -93,14 +90,13 @@ class Engine:
         self.schedule = Schedule(schedule, self.device, self.reducer.mean, norm_rate)
         self.curvature = ModelCurvature(self.plan, options, self.reducer)
         self.reducer.place(self.curvature.layers, longest(schedule.inverse or Periods().inverse))
-        self.refresher = InverseRefresher(self.curvature, parallel, several=self.reducer.size > 1)
+        self.refresher = InverseRefresher(self.curvature, parallel, self.reducer)
         shared_seed = self.reducer.share(torch.initial_seed() if seed is None else seed)
         self.collector = Collector(model, self.curvature, losses, shared_seed, self.reducer)
         self.steps = 0
         self.skipped_steps = SkippedSteps()
         self.in_doubt: Tensor | None = None
         self._quietly: Tensor | None = None
-        self._skipped_in_a_row = 0
         self._replaces_guess = False
         # Since the start, or since a state was loaded.
         self._is_first = True
@@ -245,7 +241,7 @@ class Engine:
         self._quietly = quietly if quietly is not None else self._quietly
 
     def end_step(self) -> None:
-        self._skipped_in_a_row = 0
+        self.reducer.end_step()
         self.collector.buffers.end_step(self.in_doubt)
         if self.in_doubt is not None:
             self.skipped_steps.add_on_device(self.in_doubt, self._quietly)
@@ -262,19 +258,11 @@ class Engine:
         quietly = quietly or (self._quietly is not None and bool(self._quietly))
         self.rewind()
         self.collector.buffers.undo_step()
-        ranks: list[int] = []
-        if self.reducer.size > 1 and not quietly:
-            ranks = self.reducer.bad_ranks()
-            self._skipped_in_a_row += 1
+        step, cause = self.steps + 1, "" if quietly else self.reducer.cause_of_bad_step()
         self._prepare_next()
-        self.skipped_steps.add(self.steps + 1, ranks, quietly=quietly)
-        if self._skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
-            # The users of the other ranks see nothing wrong and would continue for ever.
-            raise FloatingPointError(
-                f"step {self.steps + 1} was skipped {self._skipped_in_a_row} times: "
-                f"{named_ranks(ranks)} gave values that are not finite. The parameters are "
-                "unchanged; look at the batch and the loss there"
-            )
+        self.skipped_steps.add(step, cause)
+        if cause:
+            self.reducer.skip_step(step, cause)
 
     def rewind(self) -> None:
         """Return the factors and inverses to their state before the step in progress."""

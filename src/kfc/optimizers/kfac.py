@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kfc._helpers import require_keys, require_number
 from kfc.curvature.damping import Damping
-from kfc.curvature.options import CurvatureChoice
+from kfc.curvature.options import CurvatureChoice, resolve_curvature
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.base import CurvatureOptimizer
@@ -19,7 +19,6 @@ from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.objective import Objective, decay_penalty
 from kfc.optimizers.options import Adaptation, require_limit
 from kfc.optimizers.proposals import Proposal, Proposals, Vector
-from kfc.optimizers.skipping import named_ranks
 from kfc.schedule import Periods, Stretch, is_due
 
 # How often a step that led to a loss that is not finite is repeated with more damping.
@@ -87,7 +86,7 @@ class KFAC(CurvatureOptimizer):
             output=output,
             strict=strict,
             seed=seed,
-            curvature=curvature,
+            curvature=resolve_curvature(curvature),
             schedule=schedule,
             parallel=parallel,
             averaging_timescale=averaging_timescale,
@@ -220,8 +219,7 @@ class KFAC(CurvatureOptimizer):
     def _failure(self, objective: Objective, when: str) -> FloatingPointError:
         adapts = self.model_damping.adapts and not self._proposals.coefficients_are_fixed
         advice = "more damping did not help" if adapts else "lr, momentum or model_damping is fixed"
-        ranks = objective.bad_ranks or self.engine.reducer.bad_ranks()
-        where = f" on {named_ranks(ranks)}" if self.engine.reducer.size > 1 else ""
+        where = self.engine.reducer.where(objective.bad_ranks or None)
         return FloatingPointError(
             f"step {self.engine.steps + 1}: the loss or its gradient is not finite{where} {when}, "
             f"and {advice}. The parameters are as they were; look at the batch and the loss"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kfc._helpers import moved, require_keys, require_number
 from kfc.curvature.damping import Damping
-from kfc.curvature.options import CurvatureChoice
+from kfc.curvature.options import CurvatureChoice, resolve_curvature
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.base import CurvatureOptimizer
@@ -94,7 +94,7 @@ class KFC(CurvatureOptimizer):
             output=output,
             strict=strict,
             seed=seed,
-            curvature=curvature,
+            curvature=resolve_curvature(curvature),
             schedule=schedule,
             parallel=parallel,
             norm_rate=0.0 if self._clip is None else self._clip.lowest_rate,

@@ -8,7 +8,7 @@ from torch import nn
 
 from kfc._helpers import require_number
 from kfc.curvature.damping import Damping
-from kfc.curvature.options import CurvatureChoice
+from kfc.curvature.options import CurvatureChoice, resolve_curvature
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.access import CurvatureAccess
@@ -69,7 +69,7 @@ class Preconditioner(CurvatureAccess):
             output=output,
             strict=strict,
             seed=seed,
-            curvature=curvature,
+            curvature=resolve_curvature(curvature),
             schedule=schedule,
             parallel=parallel,
         )

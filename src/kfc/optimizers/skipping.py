@@ -1,7 +1,6 @@
 """The count of steps skipped because the batch gave values that are not finite."""
 
 import warnings
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,15 +19,15 @@ class SkippedSteps:
         # (skipped steps, those that need a warning), not read yet
         self._on_device: Tensor | None = None
 
-    def add(self, step: int, ranks: Sequence[int] = (), *, quietly: bool) -> None:
+    def add(self, step: int, cause: str) -> None:
         """Count a step that the host knows to be bad; warn the first time.
 
         Args:
-            ranks: the ranks that caused it, if several train together.
+            cause: what gave the bad values; if empty, there is no warning.
         """
         self._known += 1
-        if not quietly:
-            self._warn(f"step {step} was", named_ranks(ranks) if ranks else "the batch")
+        if cause:
+            self._warn(f"step {step} was", cause)
 
     def add_on_device(self, bad: Tensor, quietly: Tensor | None) -> None:
         """Count a step if ``bad`` is true, without a warning if ``quietly`` is; boolean scalars."""
@@ -61,10 +60,3 @@ class SkippedSteps:
             "in diagnostics['skipped_steps'].",
             stacklevel=2,
         )
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 1 and 2", or "a rank" if it is unknown which."""
-    if not ranks:
-        return "a rank"
-    return f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"

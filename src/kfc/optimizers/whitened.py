@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kfc._helpers import at_least_float32, moved, require_keys, require_number, require_whole
 from kfc.curvature.damping import Damping
-from kfc.curvature.options import Decay, Whitening
+from kfc.curvature.options import Whitening
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.layers import MatrixLayer
@@ -24,6 +24,7 @@ from kfc.schedule import Budget, Periods, Stretch
 Vector = dict[str, Tensor]
 
 # Ω changes slowly: longer periods than those of Algorithm 1 lose nothing.
+WHITENING = Whitening()
 PERIODS = Periods(Stretch(64, pace=1, doubling=True), Stretch(64, pace=1, doubling=True))
 
 
@@ -75,10 +76,7 @@ class WhitenedAdam(CurvatureOptimizer):
             ``None``: second moments are kept in whitened coordinates, without a rotation. A layer
             whose output is an output of the model is not rotated if the likelihood treats its
             elements independently, as Bernoulli and Gaussian do.
-        factor_decay: ξ, the weight of the old value in the moving average of Ω, at each update of
-            the statistics; ``"averaging"``: exp(-1/τ).
-        max_factor_size: layers with a wider Ω keep only its diagonal, and layers with more outputs
-            are not rotated.
+        whitening: how Ω is averaged, and the largest width of whole factors: ``kfc.Whitening``.
         schedule: when Ω and its root are refreshed: ``kfc.Periods`` or ``kfc.Budget``.
         parallel: how ranks divide the work, and asynchronous roots: ``kfc.Parallel``.
     """
@@ -98,8 +96,7 @@ class WhitenedAdam(CurvatureOptimizer):
         output: Output | None = None,
         loss_bound: float | None = 0.4,
         rotation_period: int | None = 10,
-        factor_decay: Decay = 0.8,
-        max_factor_size: int = 8192,
+        whitening: Whitening = WHITENING,
         schedule: Periods | Budget = PERIODS,
         parallel: Parallel | None = None,
     ) -> None:
@@ -111,6 +108,8 @@ class WhitenedAdam(CurvatureOptimizer):
             "damping": damping,
         }
         require_hyper_parameters(defaults)
+        if not isinstance(whitening, Whitening):
+            raise TypeError(f"whitening must be kfc.Whitening, got {whitening!r}")
         if rotation_period is not None:
             require_whole("rotation_period", rotation_period)
         if loss_bound is not None:
@@ -125,7 +124,7 @@ class WhitenedAdam(CurvatureOptimizer):
             output=output,
             strict=False,
             seed=None,
-            curvature=Whitening(factor_decay=factor_decay, max_factor_size=max_factor_size),
+            curvature=whitening,
             schedule=schedule,
             parallel=parallel,
             averaging_timescale=averaging_timescale,
@@ -137,7 +136,7 @@ class WhitenedAdam(CurvatureOptimizer):
         self._iterates = ScheduleFree()
         self._rotation = None
         if rotation_period is not None:
-            self._rotation = OutputRotation(engine.plan, rotation_period, max_factor_size)
+            self._rotation = OutputRotation(engine.plan, rotation_period, whitening.max_factor_size)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from kfc._helpers import keeps_graph, view_base
+from kfc._helpers import keeps_elements, keeps_graph, view_base
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.fisher.calls import without_autocast
 from kfc.schedule import now
@@ -36,16 +36,6 @@ class LayerCall(NamedTuple):
             with torch.no_grad(), without_autocast(derivative.device):
                 self.statistics.backward(self.kept, derivative.reshape(self.shape), examples)
 
-
-# Nodes of operations whose result has the elements of their only input.
-SAME_ELEMENTS = frozenset(
-    f"{name}Backward{number}"
-    for name in (
-        *("Alias", "Clone", "Permute", "ReshapeAlias", "Squeeze", "ToCopy", "Transpose"),
-        *("UnsafeView", "Unsqueeze", "View", "BackwardHookFunction"),
-    )
-    for number in ("", "0", "1", "2")
-)
 
 # A call, and where the derivative with respect to its output arrives. The edge, not the tensor:
 # after an in-place ReLU the tensor's derivative is silently another one.
@@ -127,7 +117,7 @@ class RecordedPass:
             by_edge.setdefault((own.node, own.output_nr), set()).add(call.layer)
         node: Node | None = edge.node
         number = edge.output_nr
-        while node is not None and (node, number) not in by_edge and node.name() in SAME_ELEMENTS:
+        while node is not None and (node, number) not in by_edge and keeps_elements(node):
             node, number = node.next_functions[0]
         return by_edge.get((node, number), set())
 

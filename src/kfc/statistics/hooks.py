@@ -19,7 +19,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from kfc._helpers import is_transformed, outside_of_compiled_graphs, tree_leaves
+from kfc._helpers import (
+    is_reentrant_checkpoint,
+    is_transformed,
+    outside_of_compiled_graphs,
+    tree_leaves,
+)
 from kfc.fisher.calls import (
     ModelCall,
     accelerators_of,
@@ -172,7 +177,7 @@ def _refuse_reentrant_checkpointing(layers: Iterable[str], output: Any) -> None:
         if node in seen:
             continue
         seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":
+        if is_reentrant_checkpoint(node):
             raise RuntimeError(
                 f"layers {sorted(layers)} run inside reentrant checkpointing, where their "
                 "derivatives cannot be taken; call torch.utils.checkpoint.checkpoint with "
