@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import kfc
-from kfc.curvature.whitening import inverse_root
+from kfc.curvature.whitening import WhiteningRoot, count_blocks, inverse_root
+from kfc.layers import ConvolutionLayer, LinearLayer, MatrixLayer, TransposedConvolutionLayer
 from reference import Affine, receptive_rows
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -54,10 +55,27 @@ def second_moment(module, inputs, trained):
     return rows.mT @ rows
 
 
-def root_of(omega):
+def root_of(omega, blocks=1, has_bias=True):
+    """Return L⁻¹ of the damped Ω, without centred second moments between blocks of inputs."""
     mean = omega.diagonal(dim1=-2, dim2=-1).mean(-1)
     damped = omega + DAMPING * mean[:, None, None] * torch.eye(omega.shape[-1])
+    inputs = damped[:, has_bias:, has_bias:]
+    means = 0
+    if has_bias:
+        means = damped[:, 1:, :1] @ damped[:, :1, 1:] / damped[:, :1, :1]
+    block_of = torch.arange(inputs.shape[-1]) * blocks // max(inputs.shape[-1], 1)
+    inside = block_of[:, None] == block_of
+    damped[:, has_bias:, has_bias:] = torch.where(inside, inputs - means, 0) + means
     return torch.linalg.inv(torch.linalg.cholesky(damped))
+
+
+def blocks_of(layer, size):
+    """Return the number of blocks of a module's inputs."""
+    if not layer.weight.requires_grad:
+        return 1
+    if isinstance(layer, nn.Linear):
+        return count_blocks(layer.in_features, 1, size)
+    return count_blocks(layer.in_channels // layer.groups, layer.weight[0, 0].numel(), size)
 
 
 def adam_step(state, gradient, rotation=None, step=0):
@@ -109,7 +127,7 @@ def binary_loss(outputs, labels):
     return F.binary_cross_entropy_with_logits(outputs, F.one_hot(labels, 3).to(outputs))
 
 
-def dense_whitened_adam(model, steps, rotation, loss_bound, loss=F.cross_entropy):
+def dense_whitened_adam(model, steps, rotation, loss_bound, loss=F.cross_entropy, block_size=256):
     """Train with dense matrices; return the parameters after every step.
 
     Args:
@@ -117,6 +135,7 @@ def dense_whitened_adam(model, steps, rotation, loss_bound, loss=F.cross_entropy
         rotation: the period of the bases of the outputs, or ``None``. The last layer has none if
             the loss treats its outputs independently.
         loss_bound: κ, or ``None``.
+        block_size: the largest number of inputs in a block.
     """
     calls, omega, roots, states, history, mean = [], {}, {}, {}, [], None
     iterates = Iterates([p for p in model.parameters() if p.requires_grad])
@@ -146,7 +165,8 @@ def dense_whitened_adam(model, steps, rotation, loss_bound, loss=F.cross_entropy
                 new = sum(second_moment(layer, i, trained) for i in inputs) / examples
                 omega[layer] = DECAY * omega[layer] + (1 - DECAY) * new if k > 1 else new
             if k == 1 or k % PERIODS.inverse == 0:
-                roots[layer] = root_of(omega[layer])
+                blocks = blocks_of(layer, block_size)
+                roots[layer] = root_of(omega[layer], blocks, "bias" in trained)
             gradient = matrix_of(layer, {n: p.grad for n, p in trained.items()})
             is_mixed = loss is not binary_loss or layer is not layers[-1]
             period = rotation if "weight" in trained and is_mixed else None
@@ -253,6 +273,18 @@ def test_eight_steps_equal_the_dense_transcription(name, sizes, rotation, loss_b
     dense.load_state_dict(mine.state_dict())
     found = trained(mine, steps, rotation_period=rotation, loss_bound=loss_bound)
     expected = dense_whitened_adam(dense, steps, rotation, loss_bound)
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("block_size", [1, 9])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_blocks_equal_the_dense_transcription(name, block_size):
+    steps = batches(4, 2)
+    mine, dense = NETWORKS[name](), NETWORKS[name]()
+    dense.load_state_dict(mine.state_dict())
+    whitening = kfc.Whitening(factor_decay=DECAY, block_size=block_size)
+    found = trained(mine, steps, whitening=whitening, rotation_period=4, loss_bound=0.005)
+    expected = dense_whitened_adam(dense, steps, 4, 0.005, block_size=block_size)
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
 
 
@@ -459,19 +491,20 @@ def test_a_wide_factor_is_diagonal():
 def test_the_root_is_that_of_the_damped_factor():
     rows = torch.randn(2, 4, 6)  # of rank 4
     omega = rows.mT @ rows
-    root = inverse_root(omega, 0.1)
+    root = inverse_root(omega, 0.1, 2, has_bias=False)
     shift = 0.1 * omega.diagonal(dim1=1, dim2=2).mean(1)
     damped = omega + shift[:, None, None] * torch.eye(6)
     torch.testing.assert_close(root.mT @ root, torch.linalg.inv(damped))
     assert torch.equal(root, root.tril())
     diagonal = omega.diagonal(dim1=1, dim2=2)
-    torch.testing.assert_close(inverse_root(diagonal, 0.1), (diagonal + shift[:, None]) ** -0.5)
+    found = inverse_root(diagonal, 0.1, 2, has_bias=False)
+    torch.testing.assert_close(found, (diagonal + shift[:, None]) ** -0.5)
 
 
 def test_the_root_of_a_singular_factor_without_damping_is_a_pseudo_inverse():
     rows = torch.randn(1, 4, 6)
     omega = rows.mT @ rows
-    root = inverse_root(omega, 0.0)
+    root = inverse_root(omega, 0.0, 1, has_bias=True)
     torch.testing.assert_close(root @ root, torch.linalg.pinv(omega))
 
 
@@ -479,7 +512,73 @@ def test_the_root_of_a_singular_factor_without_damping_is_a_pseudo_inverse():
 def test_the_root_of_zero_is_the_identity(damping):
     factor = torch.stack([torch.zeros(3, 3), torch.diag(torch.tensor([4.0, 4.0, 4.0]))])
     expected = torch.stack([torch.eye(3), torch.eye(3) / (4 + 4 * damping) ** 0.5])
-    torch.testing.assert_close(inverse_root(factor, damping), expected)
+    found = inverse_root(factor, damping, 2, has_bias=True)
+    torch.testing.assert_close(found, expected)
+
+
+def blocks_with_bias(rows, blocks):
+    """Return the second moments of blocks of columns, each with a leading 1."""
+    parts = rows.unflatten(1, (blocks, -1)).transpose(0, 1)
+    parts = F.pad(parts, (1, 0), value=1.0)
+    return parts.mT @ parts
+
+
+def test_the_root_of_singular_blocks_centres_them():
+    rows = torch.randn(3, 8) + 2  # two blocks of four inputs, of rank 2 without their mean
+    root = inverse_root(blocks_with_bias(rows, 2), 0.0, 1, has_bias=True)
+    centred = (rows - rows.mean(0)).unflatten(1, (2, 4)).transpose(0, 1)
+    white = WhiteningRoot({"root": root}).whiten(F.pad(rows, (1, 0), value=1.0).unsqueeze(0))[0]
+    # Whitened rows have the second moments of a projection, within and outside of the mean.
+    torch.testing.assert_close(white[:, 0], torch.full((3,), 3**-0.5))
+    for block, part in zip(centred, white[:, 1:].unflatten(1, (2, 4)).transpose(0, 1), strict=True):
+        torch.testing.assert_close(part.mT @ part, torch.linalg.pinv(block) @ block)
+
+
+@pytest.mark.parametrize(
+    ("maps", "offsets", "size", "blocks"),
+    [
+        (32, 25, 256, 4),
+        (1024, 1, 256, 4),
+        (64, 9, 256, 4),
+        (10, 9, 256, 1),
+        (257, 1, 256, 1),
+        (1021, 1, 256, 1),
+        (514, 1, 256, 2),
+        (3, 256, 256, 3),
+        (3, 1024, 256, 3),
+        (48, 1, 1, 48),
+    ],
+)
+def test_blocks_are_of_whole_input_maps_and_neither_wide_nor_narrow(maps, offsets, size, blocks):
+    assert count_blocks(maps, offsets, size) == blocks
+
+
+@pytest.mark.parametrize("homogeneous", [True, False])
+@pytest.mark.parametrize(
+    ("layer", "inputs"),
+    [
+        (LinearLayer(nn.Linear(6, 2)), torch.randn(5, 3, 6)),
+        (ConvolutionLayer(nn.Conv2d(6, 4, 3, stride=2, groups=2)), torch.randn(4, 6, 7, 7)),
+        (ConvolutionLayer(nn.Conv1d(6, 4, 3, padding=1)), torch.randn(4, 6, 40)),
+        (
+            TransposedConvolutionLayer(nn.ConvTranspose2d(6, 2, 2, stride=2)),
+            torch.randn(4, 6, 4, 4),
+        ),
+    ],
+    ids=["linear", "groups and stride", "correlation", "transposed"],
+)
+def test_block_moments_are_blocks_of_the_whole(layer, inputs, homogeneous):
+    inputs = inputs.double()
+    source = layer.row_source(inputs, layer.module.double()(inputs))
+    found = layer.block_moment(source, 3, homogeneous=homogeneous)
+    expected = MatrixLayer.block_moment(layer, source, 3, homogeneous=homogeneous)
+    torch.testing.assert_close(found, expected)
+    whole = layer.activation_moment(source, homogeneous=homogeneous, diagonal=False)
+    start, width = int(homogeneous), found.shape[-1] - homogeneous
+    for group, matrix in enumerate(whole):
+        for block in range(3):
+            part = matrix[start:, start:][block * width :, block * width :][:width, :width]
+            torch.testing.assert_close(found[3 * group + block, start:, start:], part)
 
 
 # Invariance (section 4 of the paper)

@@ -181,16 +181,23 @@ class Whitening(FactorApproximation):
 
     Args:
         factor_decay: as in ``Kronecker``.
-        max_factor_size: layers with a wider Ω keep only its diagonal, and layers with more outputs
-            are not rotated.
+        max_factor_size: if the blocks of a layer are wider, only the diagonal of Ω is kept. Layers
+            with more outputs are not rotated.
+        block_size: wide layers are whitened in blocks of at most this many inputs, if their number
+            of input maps can be divided so.
     """
 
     fisher: FisherKind = field(default="sampled", init=False, repr=False)  # no targets are used
     factor_decay: Decay = 0.8
+    block_size: int = 256
 
     name: ClassVar[str] = "whitening"
     needs_derivatives: ClassVar[bool] = False
     fallback: ClassVar[str] = "Adam"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("block_size", self.block_size)
 
     def exclusion(self, layer: Layer) -> str | None:
         if isinstance(layer, MatrixLayer):
@@ -198,7 +205,7 @@ class Whitening(FactorApproximation):
         return f"{type(layer.module).__name__} does not multiply its inputs by a matrix"
 
     def for_matrix(self, layer: MatrixLayer) -> LayerCurvature:
-        return WhiteningCurvature(layer, self.max_factor_size)
+        return WhiteningCurvature(layer, self.max_factor_size, self.block_size)
 
 
 CurvatureChoice = Literal["kfc", "sua", "prong", "ekfac", "diagonal"] | Approximation

@@ -8,11 +8,16 @@ neither derivatives nor targets.
 R = L⁻¹, with the Cholesky decomposition Ω + δ I = L Lᵀ. The bias comes first, so that the other
 coordinates of R a are those of centred rows, each with its regression on the earlier coordinates
 removed.
+
+A wide layer is whitened in blocks of inputs. Ω is then replaced by its blocks, each with its own
+leading 1, (groups · B, n_B, n_B): every input is centred, but regressed only on inputs of its own
+block. R has the same first coordinate for all blocks, and is block-diagonal in the others.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kfc.curvature.damping import Damping
@@ -33,51 +38,130 @@ from kfc.layers import MatrixLayer
 
 
 class WhiteningRoot(Inverse):
-    """R with (Ω + δ I)⁻¹ = Rᵀ R, (groups, n, n), or its diagonal, (groups, n)."""
+    """R with (Ω + δ I)⁻¹ = Rᵀ R: (groups, n, n), its diagonal (groups, n), or its blocks."""
 
     def whiten(self, matrix: Tensor) -> Tensor:
         """Return V Rᵀ of V (groups, I, n)."""
         root = self.tensors["root"]
-        return matrix * root.unsqueeze(1) if root.dim() == 2 else torch.bmm(matrix, root.mT)
+        if root.dim() == 2:
+            return matrix * root.unsqueeze(1)
+        bias, blocks = split_blocks(matrix, root)
+        if bias is None:
+            return _joined(torch.bmm(blocks, root.mT), len(matrix))
+        copies = bias.repeat_interleave(len(root) // len(matrix), dim=0)
+        whole = torch.bmm(torch.cat([copies, blocks], dim=2), root.mT)
+        first = whole.unflatten(0, (len(matrix), -1))[:, 0, :, :1]
+        return torch.cat([first, _joined(whole[:, :, 1:], len(matrix))], dim=2)
 
     def unwhiten(self, matrix: Tensor) -> Tensor:
         """Return V R of V (groups, I, n)."""
         root = self.tensors["root"]
-        return matrix * root.unsqueeze(1) if root.dim() == 2 else torch.bmm(matrix, root)
+        if root.dim() == 2:
+            return matrix * root.unsqueeze(1)
+        bias, blocks = split_blocks(matrix, root)
+        if bias is None:
+            return _joined(torch.bmm(blocks, root), len(matrix))
+        whole = torch.bmm(blocks, root[:, 1:])
+        first = whole[:, :, :1].unflatten(0, (len(matrix), -1)).sum(1)
+        first = first + bias * root.unflatten(0, (len(matrix), -1))[:, 0, :1, :1]
+        return torch.cat([first, _joined(whole[:, :, 1:], len(matrix))], dim=2)
 
     def apply(self, gradient: Tensor) -> Tensor:
         """Return V (Ω + δ I)⁻¹ of V (groups, I, n)."""
         return self.unwhiten(self.whiten(gradient))
 
 
-class WhiteningCurvature(LayerCurvature):
-    """Ω as a running average, and a root of (Ω + δ I)⁻¹.
+def split_blocks(matrix: Tensor, root: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Return the column of the bias, (groups, I, 1), and the other columns by block.
 
-    δ is the damping times Ω's mean eigenvalue, for each group. If Ω is wider than
-    ``max_factor_size``, only its diagonal is kept.
+    The bias is ``None`` if there is none or only one block, which then contains it.
+
+    Args:
+        matrix: (groups, I, n).
+        root: the blocks of R, (groups · B, n_B, n_B).
+
+    Returns:
+        The bias, and (groups · B, I, n_B), or (groups · B, I, n_B - 1) with a bias.
+    """
+    blocks = len(root) // len(matrix)
+    if blocks == 1:
+        return None, matrix
+    bias = None
+    if matrix.shape[2] < blocks * root.shape[2]:
+        bias, matrix = matrix[:, :, :1], matrix[:, :, 1:]
+    return bias, matrix.unflatten(2, (blocks, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def _joined(blocks: Tensor, groups: int) -> Tensor:
+    """Return (groups, I, B · width) from (groups · B, I, width)."""
+    joined: Tensor = blocks.unflatten(0, (groups, -1)).transpose(1, 2).flatten(2)
+    return joined
+
+
+def count_blocks(maps: int, offsets: int, size: int) -> int:
+    """Return the number of blocks of whole input maps, a divisor of their number.
+
+    It is the smallest number with which a block has at most ``size`` inputs, unless blocks then
+    have less than a quarter of that; then it is the next smaller divisor.
+
+    Args:
+        maps: J.
+        offsets: |D|, the number of inputs that belong to a map.
+    """
+    divisors = [count for count in range(1, maps + 1) if maps % count == 0]
+    fitting = [count for count in divisors if maps // count * offsets <= size]
+    if not fitting:
+        return maps
+    best = fitting[0]
+    is_small = best > 1 and 4 * (maps // best) * offsets < size
+    return max(count for count in divisors if count < best) if is_small else best
+
+
+class WhiteningCurvature(LayerCurvature):
+    """Ω as a running average, and a root of (Ω + δ I)⁻¹, whole or in blocks.
+
+    δ is the damping times Ω's mean eigenvalue, for each group. If blocks are wider than
+    ``max_factor_size``, only the diagonal of Ω is kept.
+
+    Args:
+        block_size: the number of inputs in a block, at most, if the layer's sizes allow it.
     """
 
     treatment = "whitened inputs"
     layer: MatrixLayer
     inverse_class = WhiteningRoot
 
-    def __init__(self, layer: MatrixLayer, max_factor_size: int) -> None:
+    def __init__(self, layer: MatrixLayer, max_factor_size: int, block_size: int) -> None:
         super().__init__(layer)
         self.max_factor_size = max_factor_size
+        _, _, columns = layer.weight_to_matrix(torch.empty_like(layer.weight, device="meta")).shape
+        self._blocks = count_blocks(columns // layer.offsets, layer.offsets, block_size)
+
+    def blocks(self) -> int:
+        """Return B, the number of blocks of each group, for the parameters trained now."""
+        return self._blocks if "weight" in self.layer.trained_roles() else 1
+
+    def _block_width(self) -> int:
+        has_bias = "bias" in self.layer.trained_roles()
+        return has_bias + (self.layer.factor_sizes()[0] - has_bias) // self.blocks()
 
     def is_wide(self) -> bool:
         """Return whether only the diagonal of Ω is kept."""
-        return self.layer.factor_sizes()[0] > self.max_factor_size
+        return self._block_width() > self.max_factor_size
 
     def new_statistics(self, inverse: Inverse | None) -> LayerStatistics:
-        return _ActivationStatistics(self.layer, wide=self.is_wide())
+        return _ActivationStatistics(self.layer, 0 if self.is_wide() else self.blocks())
 
     def running_shapes(self) -> tuple[Shape, ...]:
-        groups, width = self.layer.groups, self.layer.factor_sizes()[0]
-        return ((groups, width) if self.is_wide() else (groups, width, width),)
+        groups, width = self.layer.groups, self._block_width()
+        if self.is_wide():
+            return ((groups, self.layer.factor_sizes()[0]),)
+        return ((groups * self.blocks(), width, width),)
 
     def invert(self, running: tuple[Tensor, ...], damping: Damping) -> Inverse:
-        return WhiteningRoot({"root": inverse_root(running[0], damping.weight)})
+        has_bias = "bias" in self.layer.trained_roles()
+        root = inverse_root(running[0], damping.weight, self.layer.groups, has_bias=has_bias)
+        return WhiteningRoot({"root": root})
 
     def inverse_shapes(self) -> dict[str, Shape]:
         return {"root": self.running_shapes()[0]}
@@ -102,8 +186,9 @@ class WhiteningCurvature(LayerCurvature):
         return None if self.state.running is None else self.state.running[0]
 
     def note(self) -> str:
-        wide = f"activation factor wider than {self.max_factor_size}: diagonal only"
-        return wide if self.is_wide() else ""
+        if self.is_wide():
+            return f"activation factor wider than {self.max_factor_size}: diagonal only"
+        return f"in {self.blocks()} blocks of inputs" if self.blocks() > 1 else ""
 
     def summary(self) -> dict[str, Any]:
         assert self.state.running is not None
@@ -114,14 +199,19 @@ class WhiteningCurvature(LayerCurvature):
 class _ActivationStatistics(LayerStatistics):
     """Ω: summed over the rows of all calls, mean over examples (eqn 26)."""
 
-    def __init__(self, layer: MatrixLayer, *, wide: bool) -> None:
+    def __init__(self, layer: MatrixLayer, blocks: int) -> None:
         self.layer = layer
-        self.wide = wide
+        self.blocks = blocks  # 0: only the diagonal
         self.total: Tensor | None = None
 
     def forward(self, inputs: Tensor, outputs: Tensor) -> None:
         inputs = inputs.detach().to(self.layer.dtype)
-        moment = activation_sum(self.layer, inputs, outputs, diagonal=self.wide)
+        if self.blocks > 1:
+            source = self.layer.row_source(inputs, outputs)
+            has_bias = "bias" in self.layer.trained_roles()
+            moment = self.layer.block_moment(source, self.blocks, homogeneous=has_bias)
+        else:
+            moment = activation_sum(self.layer, inputs, outputs, diagonal=not self.blocks)
         self.total = moment if self.total is None else self.total + moment
 
     def backward(self, kept: None, derivatives: Tensor, examples: int) -> None:
@@ -131,26 +221,58 @@ class _ActivationStatistics(LayerStatistics):
         return () if self.total is None else (Moment(self.total, examples, of_derivatives=False),)
 
 
-def inverse_root(factor: Tensor, damping: float) -> Tensor:
-    """Return R with (Ω + δ I)⁻¹ = Rᵀ R for each group, with δ = damping times Ω's mean eigenvalue.
+def inverse_root(factor: Tensor, damping: float, groups: int, *, has_bias: bool) -> Tensor:
+    """Return R with (Ω + δ I)⁻¹ = Rᵀ R for each block, with δ = damping times Ω's mean eigenvalue.
 
     Args:
-        factor: Ω, (groups, n, n), or its diagonal, (groups, n).
+        factor: Ω by blocks, (groups · B, n_B, n_B), or its diagonal, (groups, n).
+        has_bias: whether the first coordinate of every block is the leading 1.
 
     Returns:
         A tensor of the same shape. It is lower triangular, unless Ω + δ I is nearly singular. Then
         it is the symmetric root, without the directions in which Ω + δ I is zero, as in a
-        pseudo-inverse. If all of Ω is zero, R is the identity.
+        pseudo-inverse; with several blocks, after the bias has been eliminated. If all of Ω is
+        zero, R is the identity.
     """
-    mean = mean_eigenvalue(factor)
-    shift = torch.where(mean > 0, damping * mean, 1)
+    blocks = len(factor) // groups
+    mean = _mean_eigenvalue(factor, groups, has_bias=has_bias)
+    shift = torch.where(mean > 0, damping * mean, 1).repeat_interleave(blocks)
     if not is_diagonal(factor):
-        lower, is_accurate = cholesky(add_to_diagonal(factor, shift))
+        damped = add_to_diagonal(factor, shift)
+        lower, is_accurate = cholesky(damped)
         if is_accurate:
             one = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
             root: Tensor = torch.linalg.solve_triangular(lower, one.expand_as(lower), upper=False)
             return root
+        if blocks > 1 and has_bias:
+            return _bordered_root(damped)
+    return _symmetric_root(factor, shift)
+
+
+def _mean_eigenvalue(factor: Tensor, groups: int, *, has_bias: bool) -> Tensor:
+    """Return the mean eigenvalue of the whole Ω, (groups,), from its blocks."""
+    blocks = len(factor) // groups
+    if blocks == 1:
+        return mean_eigenvalue(factor)
+    total = trace(factor).view(groups, blocks).sum(1)
+    repeated = (blocks - 1) * has_bias  # all blocks have the same leading 1
+    total = total - repeated * factor[::blocks, 0, 0]
+    return total / (blocks * factor.shape[-1] - repeated)
+
+
+def _symmetric_root(factor: Tensor, shift: Tensor) -> Tensor:
+    """Return the symmetric root of the pseudo-inverse of Ω + δ I, or of its diagonal."""
     values, basis = eigendecompose(factor)
     values = values + shift.unsqueeze(-1)
     roots = torch.where(values > 0, values, 1).rsqrt() * (values > 0)
     return roots if basis is None else (basis * roots.unsqueeze(-2)) @ basis.mT
+
+
+def _bordered_root(damped: Tensor) -> Tensor:
+    """Return [[1/l, 0], [-S m, S]], with S the symmetric root of blocks without their mean m."""
+    corner, column = damped[:, :1, :1], damped[:, 1:, :1]
+    mean = column / corner
+    centred = damped[:, 1:, 1:] - mean @ column.mT
+    rest = _symmetric_root(centred, torch.zeros_like(corner).flatten())
+    top = F.pad(corner.rsqrt(), (0, mean.shape[1]))
+    return torch.cat([top, torch.cat([-rest @ mean, rest], dim=2)], dim=1)

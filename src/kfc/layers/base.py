@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfc.moments.patches import row_moment
@@ -87,6 +88,20 @@ class MatrixLayer(Layer):
         The source is what ``row_source()`` returns; rows start with a 1 if ``homogeneous``.
         ``kfc.moments.patches.row_moment`` has both options.
         """
+
+    def block_moment(self, source: Tensor, blocks: int, *, homogeneous: bool) -> Tensor:
+        """Return Σ rowᵀ row within blocks of J/B input maps each, (groups · B, n_B, n_B).
+
+        Each block has its own leading 1 if ``homogeneous``. By default, blocks are cut out of
+        ``activation_moment()``.
+
+        Args:
+            blocks: B, a divisor of J.
+        """
+        whole = self.activation_moment(source, homogeneous=homogeneous, diagonal=False)
+        places = torch.arange(homogeneous, whole.shape[-1], device=whole.device).view(blocks, -1)
+        places = F.pad(places, (int(homogeneous), 0))  # the leading 1 has place 0
+        return whole[:, places.unsqueeze(-1), places.unsqueeze(-2)].flatten(0, 1)
 
     def activation_rows(self, source: Tensor) -> Tensor:
         """Return the rows, (groups, rows, J|D|), one per output location.
@@ -183,6 +198,10 @@ class LinearLayer(MatrixLayer):
     def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
         rows = self.activation_rows(source)
         return row_moment(rows, homogeneous=homogeneous, diagonal=diagonal)
+
+    def block_moment(self, source: Tensor, blocks: int, *, homogeneous: bool) -> Tensor:
+        rows = self.activation_rows(source).squeeze(0).unflatten(1, (blocks, -1)).transpose(0, 1)
+        return row_moment(rows, homogeneous=homogeneous, diagonal=False)
 
     def rows_first(self, values: Tensor, examples: int) -> Tensor:
         if values.dim() == 1:

@@ -50,6 +50,11 @@ class ConvolutionLayer(MatrixLayer):
     def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
         return window_moment(source, self.window(), homogeneous=homogeneous, diagonal=diagonal)
 
+    def block_moment(self, source: Tensor, blocks: int, *, homogeneous: bool) -> Tensor:
+        window = self.window()
+        blocked = replace(window, groups=window.groups * blocks)
+        return window_moment(source, blocked, homogeneous=homogeneous, diagonal=False)
+
     def activation_rows(self, source: Tensor) -> Tensor:
         window = self.window()
         return window.in_kernel_order(torch.cat(list(patch_chunks(source, window)), dim=1), [2])
