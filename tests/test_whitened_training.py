@@ -160,7 +160,6 @@ def test_groups_and_their_options():
         ({"damping": float("nan")}, "damping must be"),
         ({"weight_decay": -1}, "weight_decay must be"),
         ({"rotation_period": 0}, "rotation_period must be"),
-        ({"averaging_timescale": 0}, "averaging_timescale must be"),
         ({"groups": [{"prefix": "0", "betas": (2, 0)}]}, r"groups\[0\]: betas\[0\]"),
         ({"groups": [{"prefix": "0", "momentum": 0.9}]}, "unknown options"),
         ({"groups": [{"prefix": "*.bias", "damping": 0.5}]}, "damping of 0.bias has no effect"),
@@ -298,7 +297,7 @@ def test_a_bad_batch_changes_nothing(bad, period):
     models.append(copy.deepcopy(models[0]))
     for model in models:
         # A bad step that only the device knows of counts for periods other than 1.
-        options = {"averaging_timescale": 3, "weight_decay": 0.1, "rotation_period": 1}
+        options = {"weight_decay": 0.1, "rotation_period": 1}
         schedule = kfc.Periods(period, period)
         optimizers.append(kfc.WhitenedAdam(model, schedule=schedule, **options))
     (one, other), (mine, theirs) = models, optimizers
@@ -341,23 +340,45 @@ def test_a_step_without_a_forward_pass_is_an_error():
 # Averages and checkpoints
 
 
-def test_averages_are_those_of_the_parameters():
-    model, data = net(), [batch() for _ in range(4)]
-    optimizer = kfc.WhitenedAdam(model, averaging_timescale=2.0)
-    average = model[5].weight.detach().clone()
-    zeta = torch.tensor(-0.5).exp()
-    for each in data:
-        train(model, optimizer, [each])
-        average = zeta * average + (1 - zeta) * model[5].weight.detach()
+def test_the_average_is_the_mean_of_all_points_with_weights_of_the_third_power():
+    model = net()
+    optimizer = kfc.WhitenedAdam(model, groups=[{"prefix": "5", "betas": (0.5, 0.99)}])
+    frozen = model[0].bias.requires_grad_(False)
+    before = frozen.clone()
+    points: dict[str, list] = {"0.weight": [], "5.weight": []}
     with optimizer.averaged_parameters():
-        torch.testing.assert_close(model[5].weight.detach(), average)
+        pass  # nothing to average yet
+    for _ in range(5):
+        train(model, optimizer, [batch()])
+        for name, seen in points.items():
+            seen.append(optimizer.state[model.get_parameter(name)]["fast"].clone())
+    own = {name: model.get_parameter(name).detach().clone() for name in points}
+    weights = torch.arange(1.0, 6.0) ** 3
+    with optimizer.averaged_parameters():
+        for name, seen in points.items():
+            mean = torch.tensordot(weights / weights.sum(), torch.stack(seen), 1)
+            torch.testing.assert_close(model.get_parameter(name).detach(), mean)
+        assert torch.equal(frozen, before)
+        with pytest.raises(RuntimeError, match="inside averaged_parameters"):
+            optimizer.step()
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in own.items())
+
+
+def test_without_a_weight_of_the_average_there_is_none():
+    model = net()
+    optimizer = kfc.WhitenedAdam(model, betas=(0.0, 0.99))
+    train(model, optimizer, [batch()])
+    with (
+        pytest.raises(RuntimeError, match=r"no averages are kept in a group with betas\[0\] = 0"),
+        optimizer.averaged_parameters(),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_resumed_run_continues_bit_for_bit(tmp_path, asynchronous):
     data = [batch() for _ in range(12)]
     options = {
-        "averaging_timescale": 3,
         "weight_decay": 0.01,
         "schedule": kfc.Periods(2, 3),
         "parallel": kfc.Parallel(asynchronous=asynchronous, deterministic=asynchronous),

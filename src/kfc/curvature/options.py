@@ -55,7 +55,8 @@ class Approximation(ABC):
         if averaging_timescale is None:
             raise ValueError(
                 f'factor_decay="{AVERAGING}" is exp(-1/τ) with τ = averaging_timescale, which is '
-                "not given: pass averaging_timescale= to the optimizer, or a number as factor_decay"
+                "not given: pass a number as factor_decay, or averaging_timescale= to an optimizer "
+                "that has it"
             )
         require_number("averaging_timescale", averaging_timescale, positive=True)
         return replace(self, factor_decay=math.exp(-1 / averaging_timescale))

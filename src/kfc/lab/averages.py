@@ -8,7 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kfc.optimizers.averaging import KEY, start_averages_, swapped_in, update_averages_
+from kfc.optimizers.averaging import (
+    KEY,
+    averages_of,
+    start_averages_,
+    swapped_in,
+    update_averages_,
+)
 
 
 class Averages:
@@ -32,7 +38,7 @@ class Averages:
 
     def swapped_in(self) -> AbstractContextManager[None]:
         """Replace the model's parameters by their averages until the context ends."""
-        return swapped_in(self._tensors.values(), self._state)
+        return swapped_in(averages_of(self._tensors.values(), self._state))
 
     def of_buffers(self) -> list[Tensor]:
         """Return the averages of the model's buffers."""

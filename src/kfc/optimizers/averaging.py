@@ -1,7 +1,7 @@
 """The averaged iterate: an exponential moving average of the parameters (Algorithm 1)."""
 
 import math
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,14 +51,19 @@ def update_averages_(
         torch._foreach_lerp_(averages, current, weights)
 
 
+def averages_of(parameters: Iterable[Tensor], state: State) -> dict[Tensor, Tensor]:
+    """Return the averages of the parameters that have one."""
+    return {p: state[p][KEY] for p in parameters if has_average(p, state)}
+
+
 @contextmanager
-def swapped_in(parameters: Iterable[Tensor], state: State) -> Iterator[None]:
-    """Replace the parameters by their averages until the context ends."""
-    kept = [(p, p.detach().clone()) for p in parameters if has_average(p, state)]
+def swapped_in(averages: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Replace parameters by their averages until the context ends."""
+    kept = [(parameter, parameter.detach().clone()) for parameter in averages]
     try:
         with torch.no_grad():
-            for parameter, _ in kept:
-                parameter.copy_(state[parameter][KEY])
+            for parameter, average in averages.items():
+                parameter.copy_(average)
         yield
     finally:
         with torch.no_grad():

@@ -19,6 +19,7 @@ from kfc._helpers import (
 )
 from kfc.optimizers.access import CurvatureAccess
 from kfc.optimizers.averaging import (
+    averages_of,
     has_average,
     start_averages_,
     swapped_in,
@@ -36,7 +37,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
     Args:
         engine: the curvature; closed if anything here fails.
         defaults, groups, fallback_lr, of_weight: see ``kfc.optimizers.groups.build_groups``.
-        averaging_timescale: τ of the averaged parameters.
+        averaging_timescale: τ of the averaged parameters; ``None``: this class keeps no averages.
     """
 
     # GradScaler then leaves scaled gradients and overflows to step().
@@ -47,7 +48,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         engine: Engine,
         defaults: dict[str, Any],
         groups: Sequence[Mapping[str, Any]] | None,
-        averaging_timescale: float | None,
+        averaging_timescale: float | None = None,
         fallback_lr: float | None = None,
         of_weight: Sequence[str] = (),
     ) -> None:
@@ -183,20 +184,25 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
     @contextmanager
     def averaged_parameters(self) -> Iterator[None]:
         """Return a context with averaged parameters, for evaluation; contexts may be nested."""
+        if self._averaging:
+            yield
+            return
+        averages = self._averages()
+        self._averaging = True
+        try:
+            with swapped_in(averages):
+                yield
+        finally:
+            self._averaging = False
+
+    def _averages(self) -> dict[Tensor, Tensor]:
+        """Return the averages of the parameters."""
         if self.averaging_timescale is None:
             raise RuntimeError(
                 "no averages are kept; pass averaging_timescale=, for instance the number of "
                 "mini-batches in the data set"
             )
-        if self._averaging:
-            yield
-            return
-        self._averaging = True
-        try:
-            with swapped_in(self._averaged(), self.state):
-                yield
-        finally:
-            self._averaging = False
+        return averages_of(self._averaged(), self.state)
 
     def _refuse_averaged(self) -> None:
         if self._averaging:

@@ -6,7 +6,8 @@ A sequence z makes the steps v, and x is its running average with weights t³:
 
 The parameters are y, at which gradients are computed. Because y is close to the average x, the
 noise of single steps hardly affects it, and no falling learning rate is needed. Of a step v, the
-share 1 - β + β c moves y at once, and the rest does so later, through the average.
+share 1 - β + β c moves y at once, and the rest does so later, through the average. x itself, which
+follows from y and z, is a little better still, and meant for evaluation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,6 +83,12 @@ class ScheduleFree:
         torch._foreach_mul_(gaps, weight)
         torch._foreach_add_(steps, gaps)
         torch._foreach_add_(list(parameters), steps)
+
+    @staticmethod
+    def average(parameter: Tensor, state: Mapping[str, Any], beta: float) -> Tensor:
+        """Return x = (y - (1 - β) z) / β of a parameter y."""
+        fast: Tensor = state[FAST]
+        return (parameter.detach().to(fast) - (1 - beta) * fast) / beta
 
     def count_(self, bad: Tensor | None) -> None:
         """Count an update, unless it was bad."""

@@ -18,7 +18,7 @@ from kfc.optimizers.bound import Excess, LossBound, excess_loss, inner_product
 from kfc.optimizers.engine import Engine, check_version
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.rotation import BASIS, GRAM, OutputRotation
-from kfc.optimizers.schedule_free import ScheduleFree
+from kfc.optimizers.schedule_free import FAST, ScheduleFree
 from kfc.schedule import Budget, Periods, Stretch
 
 Vector = dict[str, Tensor]
@@ -41,7 +41,9 @@ class WhitenedAdam(CurvatureOptimizer):
     Schedule-free averaging takes the place of momentum and of a falling learning rate: the
     parameters stay close to a running average of the points that the steps lead to. The learning
     rate rises over the first 20 steps. The loss bound shortens steps that would change the loss too
-    much, and lengthens steps that would change it little.
+    much, and lengthens steps that would change it little. The parameters can be evaluated as they
+    are; ``averaged_parameters()`` gives the running average itself, which is usually a little
+    better.
 
     >>> optimizer = kfc.WhitenedAdam(model)
     >>> for images, labels in loader:
@@ -59,7 +61,6 @@ class WhitenedAdam(CurvatureOptimizer):
         weight_decay: λ, decoupled as in ``torch.optim.AdamW``: every step adds -lr λ θ.
         damping: δ as a fraction of Ω's mean eigenvalue. A layer has the damping, the β₂ and the
             eps of its weight's group; groups of its bias must have the same values.
-        averaging_timescale: as in ``kfc.KFC``.
         groups: as in ``kfc.KFC``.
         likelihood: the distribution that the outputs parametrise, as in ``kfc.KFC``. The loss bound
             and the choice of rotated layers depend on it. If the loss fits none, the last layer is
@@ -90,7 +91,6 @@ class WhitenedAdam(CurvatureOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.02,
         damping: float = 0.3,
-        averaging_timescale: float | None = None,
         groups: Sequence[Mapping[str, Any]] | None = None,
         likelihood: LikelihoodChoice = "auto",
         output: Output | None = None,
@@ -127,10 +127,9 @@ class WhitenedAdam(CurvatureOptimizer):
             curvature=whitening,
             schedule=schedule,
             parallel=parallel,
-            averaging_timescale=averaging_timescale,
         )
         of_weight = ("damping", "betas", "eps")
-        super().__init__(engine, defaults, groups, averaging_timescale, of_weight=of_weight)
+        super().__init__(engine, defaults, groups, of_weight=of_weight)
         self._parameters = {name: parameter for parameter, name in self._names.items()}
         self._bound = None if loss_bound is None else LossBound(loss_bound)
         self._iterates = ScheduleFree()
@@ -164,9 +163,7 @@ class WhitenedAdam(CurvatureOptimizer):
             self._times_learning_rate_(update)  # v = -lr Δ
             self._resize_(update, gradients, excess)  # s |∇ᵀv| / min(E, 2Ē) towards [κ/2, κ]
         with self.engine.schedule.timed("update"):
-            self._start_averages()  # θ̄ begins at θ₀
             self._move_(update, self.engine.in_doubt)  # z ← z + v - lr λ θ; θ = β₁ x + (1 - β₁) z
-        self._update_averages(self.engine.in_doubt)  # θ̄ ← ζθ̄ + (1 - ζ)θ, ζ = exp(-1/τ)
         self.engine.end_step()
         return loss
 
@@ -318,6 +315,18 @@ class WhitenedAdam(CurvatureOptimizer):
         self._iterates.count_(bad)
 
     # What users see
+
+    def _averages(self) -> dict[Tensor, Tensor]:
+        """Return x of every parameter that was updated."""
+        found: dict[Tensor, Tensor] = {}
+        for group in self.param_groups:
+            beta = float(group["betas"][0])
+            updated = [p for p in group["params"] if FAST in self.state.get(p, {})]
+            if updated and not beta:
+                raise RuntimeError("no averages are kept in a group with betas[0] = 0")
+            for parameter in updated:
+                found[parameter] = self._iterates.average(parameter, self.state[parameter], beta)
+        return found
 
     def _notes(self) -> list[str]:
         rotation = [] if self._rotation is None else [self._rotation.describe()]
