@@ -32,6 +32,8 @@ class Method:
         fixed: arguments of every tuned run.
         adapts: whether the method sets its own learning rate, so that no schedule applies; its
             ``step`` needs a closure.
+        averages: whether it is evaluated inside ``averaged_parameters()``, because averaging is a
+            part of the method; AlgoPerf's ``prepare_for_eval``.
         ours: whether it is a method of this library.
         package: a package that must be installed, and its module.
     """
@@ -43,6 +45,7 @@ class Method:
     scaled: str = "lr"
     fixed: tuple[tuple[str, Any], ...] = ()
     adapts: bool = False
+    averages: bool = False
     ours: bool = False
     package: tuple[str, str] | None = None
 
@@ -118,6 +121,6 @@ _ALL = (
     Method("Muon", _muon, 0.02, 0.05),
     Method("KFC", _of_kfc("KFC"), 2e-3, 5e-4, ours=True),
     Method("KFAC", _kfac, 1e-2, 5e-4, scaled="initial_model_damping", adapts=True, ours=True),
-    Method("WhitenedAdam", _of_kfc("WhitenedAdam"), 0.015, 0.05, ours=True),
+    Method("WhitenedAdam", _of_kfc("WhitenedAdam"), 0.015, 0.05, averages=True, ours=True),
 )
 METHODS: Mapping[str, Method] = {method.name: method for method in _ALL}

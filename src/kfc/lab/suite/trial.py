@@ -196,9 +196,15 @@ class Trial:
         elif not math.isfinite(value):
             outcome.finish("diverged", f"the {self.workload.metric} is {value}")
 
-    @torch.no_grad()
     def _metric(self, name: str, examples: int | None = None) -> float:
         """Return the loss, or the error in percent, on the first examples of a split."""
+        if not self.method.averages:
+            return self._metric_as_is(name, examples)
+        with self._optimizer.averaged_parameters():
+            return self._metric_as_is(name, examples)
+
+    @torch.no_grad()
+    def _metric_as_is(self, name: str, examples: int | None) -> float:
         split: Split = getattr(self._problem, name)
         count = len(split) if examples is None else min(len(split), examples)
         total = mistakes = 0.0

@@ -43,8 +43,8 @@ class Workload:
     Attributes:
         data: the name of a data set.
         network: makes the network; torch's initialisation remains if ``init`` is ``None``.
-        metric: ``"train_error"``, ``"test_error"`` (percent) or ``"train_loss"``, of the parameters
-            as they are, on the first ``examples`` of the split.
+        metric: ``"train_error"``, ``"test_error"`` (percent) or ``"train_loss"``, on the first
+            ``examples`` of the split.
         seconds: the time limit, of training alone.
         task: a name in ``SUITE_TASKS``.
         inputs: see ``kfc.lab.networks.Network``.
