@@ -105,10 +105,10 @@ def test_trials_train_to_the_first_rung_before_any_is_dropped():
 
 
 def test_the_better_half_continues_after_each_rung():
-    outcomes = [outcome(5), outcome(9), outcome(7), outcome(8)]
-    assert stage(outcomes, 120) == ([0, 2], RUNGS[1] * 120)
-    outcomes[0], outcomes[2] = outcome(5, 4, 3), outcome(7, 6, 2)
-    assert stage(outcomes, 120) == ([2], 120)
+    outcomes = [outcome(5), outcome(9), outcome(7), outcome(8), outcome(6)]
+    assert stage(outcomes, 120) == ([0, 2, 4], RUNGS[1] * 120)
+    outcomes[0], outcomes[2], outcomes[4] = outcome(5, 4, 3), outcome(7, 6, 2), outcome(6, 6, 6)
+    assert stage(outcomes, 120) == ([0, 2], 120)
     assert winner(outcomes, 120) == 2
 
 
@@ -118,10 +118,10 @@ def test_of_an_odd_number_the_larger_half_continues_and_ties_keep_the_order():
 
 def test_what_happens_later_does_not_change_an_earlier_decision():
     dropped = outcome(9, end="dropped")
-    before = [outcome(5), dropped, outcome(7), outcome(8, end="dropped")]
-    after = [outcome(5, 5, 5, 5, 60), *before[1:2], outcome(7, 6, 6), before[3]]
-    assert stage(before, 120)[0] == [0, 2]
-    assert stage(after, 120)[0] == [0]
+    before = [outcome(5), dropped, outcome(7), outcome(8, end="dropped"), outcome(6)]
+    after = [outcome(5, 5, 5, 5, 60), dropped, outcome(7, 6, 6), before[3], outcome(6, 7, 7)]
+    assert stage(before, 120)[0] == [0, 2, 4]
+    assert stage(after, 120)[0] == [0, 2]
     # A target that is reached after a rung does not count at the rung.
     late = outcome(6, 6, 6, 6, 1, end="target")
     assert rank(late, 10) == (INF, 6)
@@ -134,9 +134,9 @@ def test_reaching_the_target_comes_first_and_divergence_last():
     assert winner(outcomes, 120) == 2
 
 
-def test_a_single_trial_has_no_rungs():
+def test_two_trials_have_no_rungs():
     assert stage([outcome()], 120) == ([0], 120)
-    assert stage([outcome(1), outcome(2)], 120) == ([0], 120)
+    assert stage([outcome(1), outcome(2)], 120) == ([0, 1], 120)
 
 
 # The search space

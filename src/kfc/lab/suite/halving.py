@@ -1,4 +1,4 @@
-"""Successive halving: after each rung, the better half of a method's trials continues.
+"""Successive halving: at each rung, the better half of the trials of a method continues, or two.
 
 What continues is a function of the recorded curves alone, so an interrupted benchmark decides again
 as it did before.
@@ -13,6 +13,8 @@ from kfc.lab.suite.trial import Outcome
 
 # The rungs, as fractions of the time limit.
 RUNGS = (1 / 12, 1 / 4)
+# Errors at a rung are noisy, and favour constant rates over schedules: two trials always finish.
+FINALISTS = 2
 
 
 def rank(outcome: Outcome, seconds: float) -> tuple[float, float]:
@@ -36,13 +38,13 @@ def stage(outcomes: Sequence[Outcome], limit: float) -> tuple[list[int], float]:
     candidates = list(range(len(outcomes)))
     for rung in RUNGS:
         seconds = rung * limit
-        if len(candidates) == 1:
+        if len(candidates) <= FINALISTS:
             break
         running = [outcomes[i] for i in candidates if not outcomes[i].end]
         if any(outcome.seconds < seconds for outcome in running):
             return candidates, seconds
         ordered = sorted(candidates, key=lambda index: rank(outcomes[index], seconds))
-        candidates = sorted(ordered[: math.ceil(len(candidates) / 2)])
+        candidates = sorted(ordered[: max(FINALISTS, math.ceil(len(candidates) / 2))])
     return candidates, limit
 
 
