@@ -156,7 +156,7 @@ def trained_in_micro_batches(given, run, part, options, steps=STEPS):
 
 def trained_by_whitened_adam(given, run, part, options, steps=STEPS):
     (where, weight) = part
-    options = {"schedule": kfc.Periods(2, 3), "averaging_timescale": 4, **options}
+    options = {"schedule": kfc.Periods(2, 3), **options}
     # The sum of the last layer's gradients over classes is a rounding error, which a small eps
     # would not suppress.
     optimizer = kfc.WhitenedAdam(given, eps=1e-6, weight_decay=0.1, rotation_period=2, **options)
@@ -255,6 +255,13 @@ SCENARIOS = {
         trained_by_whitened_adam,
         {**on("gradients"), "whitening": kfc.Whitening(max_factor_size=10)},
     ),
+    **{
+        f"whitened, blocks, {placement}": (
+            trained_by_whitened_adam,
+            {**on(placement), "whitening": kfc.Whitening(block_size=9)},
+        )
+        for placement in ("replicated", "shared", "gradients")
+    },
     **{
         f"ekfac {placement}": (
             trained_after_estimate,

@@ -222,6 +222,10 @@ NETWORKS = {
     "stride and groups": lambda: flat(nn.Conv2d(2, 4, 3, stride=2, padding=1, groups=2)),
     "transposed": lambda: flat(nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1)),
     "transposed, groups": lambda: flat(nn.ConvTranspose2d(2, 4, 2, stride=2, groups=2, bias=False)),
+    "groups of maps": lambda: flat(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 3, groups=2)),
+    "transposed, groups of maps": lambda: flat(
+        nn.Conv2d(2, 4, 2), nn.ConvTranspose2d(4, 4, 2, stride=2, groups=2)
+    ),
     "one dimension": lambda: flat(nn.Flatten(2), nn.Conv1d(2, 3, 4, dilation=2)),
     "other parameters": lambda: flat(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.PReLU()),
     "locations": lambda: flat(nn.Linear(5, 4)),
@@ -534,6 +538,16 @@ def test_the_root_of_singular_blocks_centres_them():
         torch.testing.assert_close(part.mT @ part, torch.linalg.pinv(block) @ block)
 
 
+def test_the_root_of_nearly_singular_blocks_keeps_the_damping():
+    torch.manual_seed(0)
+    rows = (torch.randn(100, 1) + 1e-5 * torch.randn(100, 128)).float()
+    root = inverse_root(blocks_with_bias(rows, 2), 1e-7, 1, has_bias=True)
+    difference = F.normalize(torch.eye(64)[0] - torch.eye(64)[1], dim=0).float()
+    mean = (rows.square().sum() + 100) / 129
+    found = (root[0, 1:, 1:] @ difference).norm()
+    torch.testing.assert_close(found, (1e-7 * mean) ** -0.5, rtol=0.1, atol=0)
+
+
 @pytest.mark.parametrize(
     ("maps", "offsets", "size", "blocks"),
     [
@@ -607,9 +621,10 @@ def arguments(layer):
 class Whitened:
     """One layer with its Ω, undamped, and its gradient in network and whitened coordinates."""
 
-    def __init__(self, model, name, x, y):
+    def __init__(self, model, name, x, y, block_size=256):
         self.model, self.name = model, name
-        self.optimizer = kfc.WhitenedAdam(model, 0.0, damping=0.0)
+        whitening = kfc.Whitening(block_size=block_size)
+        self.optimizer = kfc.WhitenedAdam(model, 0.0, damping=0.0, whitening=whitening)
         outputs = model(x)
         F.cross_entropy(outputs.flatten(2).sum(2) if outputs.dim() > 2 else outputs, y).backward()
         self.optimizer.step()  # sets Ω; the learning rate is zero
@@ -641,6 +656,23 @@ def pair(kind, seed):
     other = transformed(layer, matrix, offset)
     torch.testing.assert_close(other(x), layer(x))
     return Whitened(layer, "", x, y), Whitened(other, "1", x, y), x, other[0](x)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(6, 4), nn.Conv2d(6, 4, 2)], ids=["linear", "conv"])
+def test_blocks_are_invariant_to_maps_of_their_own_channels(layer):
+    """With T lower triangular within blocks of two channels, whitened gradients are the same."""
+    layer = layer.double()
+    x = torch.randn(60, 6) if isinstance(layer, nn.Linear) else torch.randn(60, 6, 4, 4)
+    y = torch.randint(4, (60,))
+    blocks = [torch.tensor([[1.5, 0.0], [0.7, 0.5]]), torch.eye(2), torch.diag(torch.rand(2) + 1)]
+    offset = torch.randn(6)
+    if isinstance(layer, nn.Conv2d):  # an offset of a padded map would not be one of the patches
+        blocks[0] = torch.diag(torch.tensor([1.5, 0.5]))
+    other = transformed(layer, torch.block_diag(*blocks), offset)
+    size = 2 * layer.weight[0, 0].numel()
+    mine, theirs = Whitened(layer, "", x, y, size), Whitened(other, "1", x, y, size)
+    assert mine.omega.shape == (3, 1 + size, 1 + size)
+    torch.testing.assert_close(theirs.white, mine.white)
 
 
 SEEDS = st.integers(0, 10_000)

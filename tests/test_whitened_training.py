@@ -119,6 +119,32 @@ def test_describe_and_diagnostics(capsys):
     assert diagnostics["periods"] == {"statistics": 2, "inverse": 2}
 
 
+def test_blocks_of_a_wide_layer_are_described():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 5), nn.Tanh(), nn.Linear(5, 4))
+    optimizer = kfc.WhitenedAdam(model, whitening=kfc.Whitening(block_size=12))
+    text = optimizer.describe()
+    assert "in 3 blocks of inputs" in next(x for x in text.splitlines() if x.startswith("1.weight"))
+    images, labels = torch.randn(8, 36), torch.randint(4, (8,))
+    F.cross_entropy(model(images), labels).backward()
+    optimizer.step()
+    assert optimizer.activation_factors["1"].shape == (3, 13, 13)
+    found = optimizer.diagnostics["layers"]["1"]["activation_trace"]
+    assert found == pytest.approx(1 + images.square().sum(1).mean().item())
+    other = kfc.WhitenedAdam(copy.deepcopy(model), whitening=kfc.Whitening(block_size=36))
+    with pytest.raises(ValueError, match=r"saved with other options; its layers differ"):
+        other.load_state_dict(optimizer.state_dict())
+
+
+def test_a_wide_layer_of_a_class_without_blocks_is_diagonal():
+    class Plain(kfc.layers.LinearLayer):
+        block_moment = kfc.layers.MatrixLayer.block_moment
+
+    module = nn.Linear(36, 5)
+    for limit, shape in ((40, (3, 13, 13)), (30, (1, 37))):
+        whitening = kfc.Whitening(block_size=12, max_factor_size=limit)
+        assert whitening.for_matrix(Plain(module)).running_shapes() == (shape,)
+
+
 def test_a_budget_chooses_the_periods():
     model = net()
     optimizer = kfc.WhitenedAdam(model, schedule=kfc.Budget(50.0))
@@ -215,6 +241,41 @@ def test_half_precision_parameters_have_wide_moments(dtype):
     assert not torch.equal(model[0].weight, before)
     assert optimizer.state[model[0].weight]["exp_avg_sq"].dtype == torch.float32
     assert torch.isfinite(model[0].weight).all()
+
+
+def test_half_precision_does_not_lose_small_steps():
+    """Parameters and averages are those that the points of float32 give, rounded once."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).bfloat16()
+    optimizer = kfc.WhitenedAdam(model, 1e-4)
+    inputs, targets = torch.randn(64, 6).bfloat16(), torch.randint(3, (64,))
+    weighted, total = torch.zeros(3, 6), 0
+    for step in range(1, 101):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs).float(), targets).backward()
+        optimizer.step()
+        point = optimizer.state[model.weight]["fast"]
+        weighted, total = weighted + step**3 * point, total + step**3
+    expected = 0.8 * weighted / total + 0.2 * point
+    torch.testing.assert_close(model.weight.float(), expected, rtol=2**-8, atol=1e-5)
+    with optimizer.averaged_parameters():
+        torch.testing.assert_close(model.weight.float(), weighted / total, rtol=2**-8, atol=1e-5)
+
+
+def test_a_parameter_that_is_set_between_steps_is_the_same_in_half_precision():
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3).to(dtype)
+        optimizer = kfc.WhitenedAdam(model, lr=1e-6)
+        for value in (1.0, 2.0, 3.0):
+            with torch.no_grad():
+                model.weight.fill_(value)
+            outputs = model(torch.ones(8, 6, dtype=dtype)).float()
+            F.cross_entropy(outputs, torch.zeros(8).long()).backward()
+            optimizer.step()
+        found.append(model.weight.detach().float())
+    torch.testing.assert_close(*found, rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("unscale", [False, True])
@@ -364,15 +425,14 @@ def test_the_average_is_the_mean_of_all_points_with_weights_of_the_third_power()
     assert all(torch.equal(model.get_parameter(name), value) for name, value in own.items())
 
 
-def test_without_a_weight_of_the_average_there_is_none():
+def test_a_group_without_average_stays_as_it_is():
     model = net()
-    optimizer = kfc.WhitenedAdam(model, betas=(0.0, 0.99))
-    train(model, optimizer, [batch()])
-    with (
-        pytest.raises(RuntimeError, match=r"no averages are kept in a group with betas\[0\] = 0"),
-        optimizer.averaged_parameters(),
-    ):
-        pass
+    optimizer = kfc.WhitenedAdam(model, groups=[{"prefix": "5", "betas": (0.0, 0.99)}])
+    train(model, optimizer, [batch(), batch()])
+    before = [p.detach().clone() for p in (model[5].weight, model[0].weight)]
+    with optimizer.averaged_parameters():
+        assert torch.equal(model[5].weight, before[0])
+        assert not torch.equal(model[0].weight, before[1])
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -95,7 +95,10 @@ def raise_differences(
     ]
     if differences:
         listed = "\n  ".join(differences)
-        raise ValueError(f"the state dict is from another model; its {what} differ:\n  {listed}")
+        raise ValueError(
+            "the state dict is from another model, or was saved with other options; its "
+            f"{what} differ:\n  {listed}"
+        )
 
 
 def require_keys(what: str, found: object, expected: Iterable[str]) -> None:

@@ -181,11 +181,12 @@ class Whitening(FactorApproximation):
     """Ω alone, from forward passes, for ``kfc.WhitenedAdam``.
 
     Args:
-        factor_decay: as in ``Kronecker``.
+        factor_decay: ξ, a number, as in ``Kronecker``.
         max_factor_size: if the blocks of a layer are wider, only the diagonal of Ω is kept. Layers
             with more outputs are not rotated.
-        block_size: wide layers are whitened in blocks of at most this many inputs, if their number
-            of input maps can be divided so.
+        block_size: wide layers are whitened in blocks of at most this many inputs. Blocks consist
+            of whole input maps, of equal numbers; if that number has no suitable divisor, blocks
+            are larger.
     """
 
     fisher: FisherKind = field(default="sampled", init=False, repr=False)  # no targets are used

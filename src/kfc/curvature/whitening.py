@@ -29,7 +29,6 @@ from kfc.curvature.kronecker import (
     cholesky,
     eigendecompose,
     is_diagonal,
-    mean_eigenvalue,
     trace,
 )
 from kfc.curvature.layer import LayerCurvature
@@ -102,7 +101,8 @@ def count_blocks(maps: int, offsets: int, size: int) -> int:
     """Return the number of blocks of whole input maps, a divisor of their number.
 
     It is the smallest number with which a block has at most ``size`` inputs, unless blocks then
-    have less than a quarter of that; then it is the next smaller divisor.
+    have less than a quarter of that; then it is the next smaller divisor. If a single map has more
+    inputs than ``size``, every map is a block.
 
     Args:
         maps: J.
@@ -134,8 +134,9 @@ class WhiteningCurvature(LayerCurvature):
     def __init__(self, layer: MatrixLayer, max_factor_size: int, block_size: int) -> None:
         super().__init__(layer)
         self.max_factor_size = max_factor_size
-        _, _, columns = layer.weight_to_matrix(torch.empty_like(layer.weight, device="meta")).shape
-        self._blocks = count_blocks(columns // layer.offsets, layer.offsets, block_size)
+        shape_only = torch.empty(layer.weight.shape, device="meta")
+        self._inputs = layer.weight_to_matrix(shape_only).shape[2]
+        self._blocks = count_blocks(self._inputs // layer.offsets, layer.offsets, block_size)
 
     def blocks(self) -> int:
         """Return B, the number of blocks of each group, for the parameters trained now."""
@@ -147,7 +148,9 @@ class WhiteningCurvature(LayerCurvature):
 
     def is_wide(self) -> bool:
         """Return whether only the diagonal of Ω is kept."""
-        return self._block_width() > self.max_factor_size
+        cuts_whole = type(self.layer).block_moment is MatrixLayer.block_moment
+        width = self.layer.factor_sizes()[0] if cuts_whole else self._block_width()
+        return width > self.max_factor_size
 
     def new_statistics(self, inverse: Inverse | None) -> LayerStatistics:
         return _ActivationStatistics(self.layer, 0 if self.is_wide() else self.blocks())
@@ -159,9 +162,18 @@ class WhiteningCurvature(LayerCurvature):
         return ((groups * self.blocks(), width, width),)
 
     def invert(self, running: tuple[Tensor, ...], damping: Damping) -> Inverse:
-        has_bias = "bias" in self.layer.trained_roles()
-        root = inverse_root(running[0], damping.weight, self.layer.groups, has_bias=has_bias)
-        return WhiteningRoot({"root": root})
+        factor, groups = running[0], self.layer.groups
+        has_bias = self._has_bias(factor)
+        return WhiteningRoot(
+            {"root": inverse_root(factor, damping.weight, groups, has_bias=has_bias)}
+        )
+
+    def _has_bias(self, factor: Tensor) -> bool:
+        """Return whether blocks have a leading 1.
+
+        Not from the roles trained now: an asynchronous root belongs to those of its statistics.
+        """
+        return factor.shape[-1] * len(factor) > self.layer.groups * self._inputs
 
     def inverse_shapes(self) -> dict[str, Shape]:
         return {"root": self.running_shapes()[0]}
@@ -187,12 +199,13 @@ class WhiteningCurvature(LayerCurvature):
 
     def note(self) -> str:
         if self.is_wide():
-            return f"activation factor wider than {self.max_factor_size}: diagonal only"
+            return f"blocks of inputs wider than {self.max_factor_size}: diagonal only"
         return f"in {self.blocks()} blocks of inputs" if self.blocks() > 1 else ""
 
     def summary(self) -> dict[str, Any]:
         assert self.state.running is not None
-        traces = trace(self.state.running[0]).tolist()
+        factor, groups = self.state.running[0], self.layer.groups
+        traces = whole_trace(factor, groups, has_bias=self._has_bias(factor)).tolist()
         return {"activation_trace": traces[0] if len(traces) == 1 else traces}
 
 
@@ -238,26 +251,30 @@ def inverse_root(factor: Tensor, damping: float, groups: int, *, has_bias: bool)
     mean = _mean_eigenvalue(factor, groups, has_bias=has_bias)
     shift = torch.where(mean > 0, damping * mean, 1).repeat_interleave(blocks)
     if not is_diagonal(factor):
-        damped = add_to_diagonal(factor, shift)
-        lower, is_accurate = cholesky(damped)
+        lower, is_accurate = cholesky(add_to_diagonal(factor, shift))
         if is_accurate:
             one = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
             root: Tensor = torch.linalg.solve_triangular(lower, one.expand_as(lower), upper=False)
             return root
         if blocks > 1 and has_bias:
-            return _bordered_root(damped)
+            return _bordered_root(factor, shift)
     return _symmetric_root(factor, shift)
 
 
 def _mean_eigenvalue(factor: Tensor, groups: int, *, has_bias: bool) -> Tensor:
     """Return the mean eigenvalue of the whole Ω, (groups,), from its blocks."""
     blocks = len(factor) // groups
-    if blocks == 1:
-        return mean_eigenvalue(factor)
+    width = blocks * factor.shape[-1] - (blocks - 1) * has_bias
+    return whole_trace(factor, groups, has_bias=has_bias) / width
+
+
+def whole_trace(factor: Tensor, groups: int, *, has_bias: bool) -> Tensor:
+    """Return the trace of the whole Ω, (groups,), from its blocks."""
+    blocks = len(factor) // groups
     total = trace(factor).view(groups, blocks).sum(1)
-    repeated = (blocks - 1) * has_bias  # all blocks have the same leading 1
-    total = total - repeated * factor[::blocks, 0, 0]
-    return total / (blocks * factor.shape[-1] - repeated)
+    if has_bias and blocks > 1:
+        total = total - (blocks - 1) * factor[::blocks, 0, 0]  # all have the same leading 1
+    return total
 
 
 def _symmetric_root(factor: Tensor, shift: Tensor) -> Tensor:
@@ -268,11 +285,10 @@ def _symmetric_root(factor: Tensor, shift: Tensor) -> Tensor:
     return roots if basis is None else (basis * roots.unsqueeze(-2)) @ basis.mT
 
 
-def _bordered_root(damped: Tensor) -> Tensor:
+def _bordered_root(factor: Tensor, shift: Tensor) -> Tensor:
     """Return [[1/l, 0], [-S m, S]], with S the symmetric root of blocks without their mean m."""
-    corner, column = damped[:, :1, :1], damped[:, 1:, :1]
+    corner, column = factor[:, :1, :1] + shift.view(-1, 1, 1), factor[:, 1:, :1]
     mean = column / corner
-    centred = damped[:, 1:, 1:] - mean @ column.mT
-    rest = _symmetric_root(centred, torch.zeros_like(corner).flatten())
+    rest = _symmetric_root(factor[:, 1:, 1:] - mean @ column.mT, shift)
     top = F.pad(corner.rsqrt(), (0, mean.shape[1]))
     return torch.cat([top, torch.cat([-rest @ mean, rest], dim=2)], dim=1)

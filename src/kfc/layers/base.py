@@ -93,7 +93,8 @@ class MatrixLayer(Layer):
         """Return Σ rowᵀ row within blocks of J/B input maps each, (groups · B, n_B, n_B).
 
         Each block has its own leading 1 if ``homogeneous``. By default, blocks are cut out of
-        ``activation_moment()``.
+        ``activation_moment()``. A subclass of a built-in layer that overrides that method must
+        override this one too.
 
         Args:
             blocks: B, a divisor of J.
@@ -200,8 +201,8 @@ class LinearLayer(MatrixLayer):
         return row_moment(rows, homogeneous=homogeneous, diagonal=diagonal)
 
     def block_moment(self, source: Tensor, blocks: int, *, homogeneous: bool) -> Tensor:
-        rows = self.activation_rows(source).squeeze(0).unflatten(1, (blocks, -1)).transpose(0, 1)
-        return row_moment(rows, homogeneous=homogeneous, diagonal=False)
+        rows = self.activation_rows(source).unflatten(2, (blocks, -1)).transpose(1, 2)
+        return row_moment(rows.flatten(0, 1), homogeneous=homogeneous, diagonal=False)
 
     def rows_first(self, values: Tensor, examples: int) -> Tensor:
         if values.dim() == 1:

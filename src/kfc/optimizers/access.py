@@ -49,7 +49,11 @@ class CurvatureAccess:
 
     @property
     def activation_factors(self) -> dict[str, Tensor]:
-        """Ω of every layer that has one by name, once there are statistics; see ``factors``."""
+        """Ω of every layer that has one by name, once there are statistics; see ``factors``.
+
+        ``kfc.WhitenedAdam`` keeps Ω of a wide layer in B blocks of inputs, (groups · B, n_B, n_B),
+        each with its own leading 1; ``describe()`` says how many.
+        """
         layers = self.engine.curvature.layers.items()
         found = {name: layer.activation_factor() for name, layer in layers}
         return {

@@ -37,7 +37,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
     Args:
         engine: the curvature; closed if anything here fails.
         defaults, groups, fallback_lr, of_weight: see ``kfc.optimizers.groups.build_groups``.
-        averaging_timescale: τ of the averaged parameters; ``None``: this class keeps no averages.
+        averaging_timescale: τ of the averaged parameters; ``None``: none are kept.
     """
 
     # GradScaler then leaves scaled gradients and overflows to step().
@@ -183,7 +183,11 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
 
     @contextmanager
     def averaged_parameters(self) -> Iterator[None]:
-        """Return a context with averaged parameters, for evaluation; contexts may be nested."""
+        """Return a context with averaged parameters, for evaluation; contexts may be nested.
+
+        These are the averages of ``averaging_timescale``; in ``kfc.WhitenedAdam``, the running
+        average that is a part of the method. Save checkpoints outside of the context.
+        """
         if self._averaging:
             yield
             return

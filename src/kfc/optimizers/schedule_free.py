@@ -20,6 +20,8 @@ from kfc._helpers import at_least_float32, moved, require_keys, require_number, 
 
 # z of a parameter, in the optimizer's state.
 FAST = "fast"
+# y of a parameter in half precision, in float32: rounding would add up over the steps.
+WIDE = "wide"
 # The learning rate rises linearly over the first steps, in which v̂ rests on few gradients.
 WARM_UP = 20
 
@@ -69,6 +71,7 @@ class ScheduleFree:
         for parameter, state in zip(parameters, states, strict=True):
             if FAST not in state:
                 state[FAST] = at_least_float32(parameter.detach()).clone()
+        wide = [_wide(p, state) for p, state in zip(parameters, states, strict=True)]
         weight = self.average_weight(steps[0].device)
         if bad is not None:
             weight = torch.where(bad, 0.0, weight)
@@ -79,16 +82,20 @@ class ScheduleFree:
         torch._foreach_add_(fast, steps)
         torch._foreach_mul_(steps, 1 - beta)
         gaps = list(torch._foreach_sub(fast, steps))
-        torch._foreach_sub_(gaps, list(parameters))
+        torch._foreach_sub_(gaps, wide)
         torch._foreach_mul_(gaps, weight)
         torch._foreach_add_(steps, gaps)
-        torch._foreach_add_(list(parameters), steps)
+        torch._foreach_add_(wide, steps)
+        for parameter, value in zip(parameters, wide, strict=True):
+            if value is not parameter:
+                parameter.copy_(value)
 
     @staticmethod
     def average(parameter: Tensor, state: Mapping[str, Any], beta: float) -> Tensor:
         """Return x = (y - (1 - β) z) / β of a parameter y."""
-        fast: Tensor = state[FAST]
-        return (parameter.detach().to(fast) - (1 - beta) * fast) / beta
+        wide, fast = state.get(WIDE, parameter.detach()), state[FAST]
+        average: Tensor = (wide - (1 - beta) * fast) / beta
+        return average
 
     def count_(self, bad: Tensor | None) -> None:
         """Count an update, unless it was bad."""
@@ -107,3 +114,16 @@ class ScheduleFree:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._count = float(state["updates"])
+
+
+def _wide(parameter: Tensor, state: dict[str, Any]) -> Tensor:
+    """Return y in float32 at least: the parameter, or a copy that does not lose small steps."""
+    if at_least_float32(parameter) is parameter:
+        return parameter
+    if WIDE not in state:
+        state[WIDE] = parameter.detach().float()
+    # A value that someone else has set is kept.
+    same = state[WIDE].to(parameter.dtype) == parameter
+    state[WIDE] = torch.where(same, state[WIDE], parameter.detach().float())
+    wide: Tensor = state[WIDE]
+    return wide

@@ -23,8 +23,8 @@ from kfc.schedule import Budget, Periods, Stretch
 
 Vector = dict[str, Tensor]
 
-# Ω changes slowly: longer periods than those of Algorithm 1 lose nothing.
 WHITENING = Whitening()
+# Ω changes slowly: longer periods than those of Algorithm 1 lose nothing.
 PERIODS = Periods(Stretch(64, pace=1, doubling=True), Stretch(64, pace=1, doubling=True))
 
 
@@ -33,17 +33,19 @@ class WhitenedAdam(CurvatureOptimizer):
 
     The gradient G of a linear or convolutional layer is multiplied by L⁻ᵀ, where L Lᵀ = Ω + δ I is
     the Cholesky decomposition of the damped second moment of the layer's inputs (of its patches,
-    with a 1 for the bias). The result is divided by the root of its second moments, as in Adam, in
-    the eigenbasis of the layer's outputs. This step is multiplied by L⁻¹ and scaled to the norm
-    that it had before. Ω comes from forward passes alone. All other parameters are updated by Adam
-    in their own coordinates.
+    with a 1 for the bias); in wide layers, without the correlations between blocks of inputs. The
+    result is divided by the root of its second moments, as in Adam, in the eigenbasis of the
+    layer's outputs. This step is multiplied by L⁻¹ and scaled to the norm that it had before. Ω
+    comes from forward passes alone. All other parameters are updated by Adam in their own
+    coordinates.
 
     Schedule-free averaging takes the place of momentum and of a falling learning rate: the
     parameters stay close to a running average of the points that the steps lead to. The learning
     rate rises over the first 20 steps. The loss bound shortens steps that would change the loss too
     much, and lengthens steps that would change it little. The parameters can be evaluated as they
     are; ``averaged_parameters()`` gives the running average itself, which is usually a little
-    better.
+    better. It follows from the parameters, the last step and β₁, so neither of them must be changed
+    between the step and the evaluation. Groups with β₁ = 0 have no average.
 
     >>> optimizer = kfc.WhitenedAdam(model)
     >>> for images, labels in loader:
@@ -77,7 +79,7 @@ class WhitenedAdam(CurvatureOptimizer):
             ``None``: second moments are kept in whitened coordinates, without a rotation. A layer
             whose output is an output of the model is not rotated if the likelihood treats its
             elements independently, as Bernoulli and Gaussian do.
-        whitening: how Ω is averaged, and the largest width of whole factors: ``kfc.Whitening``.
+        whitening: how Ω is averaged, and the size of its blocks in wide layers: ``kfc.Whitening``.
         schedule: when Ω and its root are refreshed: ``kfc.Periods`` or ``kfc.Budget``.
         parallel: how ranks divide the work, and asynchronous roots: ``kfc.Parallel``.
     """
@@ -317,15 +319,14 @@ class WhitenedAdam(CurvatureOptimizer):
     # What users see
 
     def _averages(self) -> dict[Tensor, Tensor]:
-        """Return x of every parameter that was updated."""
+        """Return x of every parameter that was updated; it is unknown if β₁ = 0."""
         found: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
             beta = float(group["betas"][0])
-            updated = [p for p in group["params"] if FAST in self.state.get(p, {})]
-            if updated and not beta:
-                raise RuntimeError("no averages are kept in a group with betas[0] = 0")
-            for parameter in updated:
-                found[parameter] = self._iterates.average(parameter, self.state[parameter], beta)
+            for parameter in group["params"]:
+                state = self.state.get(parameter, {})
+                if beta and FAST in state:
+                    found[parameter] = self._iterates.average(parameter, state, beta)
         return found
 
     def _notes(self) -> list[str]:
