@@ -451,10 +451,18 @@ def test_averages_are_swapped_in_and_out():
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("method", [kfc.KFC, kfc.KFAC, kfc.WhitenedAdam])
-def test_steps_inside_averaged_parameters_are_refused_before_the_closure_runs(method):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: kfc.KFC(model, averaging_timescale=2.0),
+        lambda model: kfc.KFAC(model, averaging_timescale=2.0),
+        kfc.WhitenedAdam,
+    ],
+    ids=["KFC", "KFAC", "WhitenedAdam"],
+)
+def test_steps_inside_averaged_parameters_are_refused_before_the_closure_runs(make):
     model, calls = net(), []
-    optimizer = method(model, averaging_timescale=2.0)
+    optimizer = make(model)
     with (
         optimizer.averaged_parameters(),
         pytest.raises(RuntimeError, match="averaged_parameters"),
