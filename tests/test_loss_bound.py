@@ -1,6 +1,7 @@
 """The loss bound: the excess against losses computed directly, and what it does to training."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -164,6 +165,33 @@ def test_a_step_changes_the_loss_by_a_share_of_its_excess(predicted, excess, fac
         expected = factor if is_exact is None or is_exact else min(factor, 1.0)
         assert found.item() == pytest.approx(expected, rel=1e-6)
         assert bound.diagnostics()["loss_bounds"] == (factor < 1)
+
+
+def falling(per_step, steps=300):
+    """Return a bound with κ = 0.4 after an excess that fell by this share per step."""
+    bound = LossBound(0.4)
+    for step in range(steps):
+        bound.without_outliers(torch.tensor((1 - per_step) ** step).double(), None)
+    return bound
+
+
+@pytest.mark.parametrize(
+    ("per_step", "growth"), [(-0.05, 1.0), (0.02, 1.0), (0.06, 1.547), (0.09, 2.0)]
+)
+def test_the_share_grows_where_the_excess_falls_fast(per_step, growth):
+    bound, one = falling(per_step), torch.tensor(1.0).double()
+    for is_exact, expected in ((None, growth), (torch.tensor(False), 1.0)):
+        found = bound.resize(8 * one, Excess(one, one, is_exact)).item()
+        assert found == pytest.approx(0.4 * expected / 8, rel=0.01)
+
+
+def test_an_unknown_excess_and_a_bad_step_are_no_trend():
+    bound = falling(0.06)
+    before = bound.state_dict()["decrease"]
+    for excess, bad in ((INF, None), (NAN, torch.tensor(True)), (5.0, torch.tensor(True))):
+        bound.without_outliers(torch.tensor(excess).double(), bad)
+    assert before == pytest.approx(-math.log(0.94), rel=1e-3)
+    assert bound.state_dict()["decrease"] == before
 
 
 def test_an_unknown_excess_is_no_outlier():

@@ -9,7 +9,7 @@ To first order, a step m lowers the objective by -∇hᵀm. If this is more than
 multiplied by κE / (-∇hᵀm). If it is negative, momentum leads uphill and is dropped.
 
 The excess also tells when a step is needlessly short. ``WhitenedAdam`` lengthens steps whose
-predicted change is less than κE/2.
+predicted change is less than κE/2, and doubles κ where the excess falls fast.
 """
 
 import math
@@ -31,6 +31,10 @@ LARGEST_EXCESS = 2.0
 FASTEST_RISE = 10.0
 # The largest factor of a step that lowers the loss by little.
 LONGEST = 3.0
+# The weight of the old value in the moving average of the decrease of log Ē in a step.
+DECREASE_DECAY = 0.95
+# κ grows in proportion to this average where it exceeds 0.04, at most twofold.
+FAST_DECREASE, LARGEST_GROWTH = 0.04, 2.0
 
 
 class StepLimits(NamedTuple):
@@ -72,18 +76,19 @@ class LossBound:
     def __init__(self, share: float) -> None:
         self._share = share
         self._mean: Tensor | float | None = None
+        self._decrease: Tensor | float = 0.0
         self._factor: Tensor | float = 1.0
         self._bounds: Tensor | int = 0
         self._restarts: Tensor | int = 0
 
     def without_outliers(self, excess: Tensor, bad: Tensor | None) -> Tensor:
-        """Return the excess, limited to twice its running mean, and update that mean.
+        """Return the excess, limited to twice its running mean, and update that mean and its trend.
 
         An unknown excess, which is infinite, stays as it is and does not enter the mean.
 
         Args:
-            bad: a boolean scalar; if true, the mean stays as it is. ``None``: the step is known to
-                be good.
+            bad: a boolean scalar; if true, nothing is updated. ``None``: the step is known to be
+                good.
         """
         mean = excess if self._mean is None else torch.as_tensor(self._mean).to(excess)
         mean = torch.where(torch.isfinite(mean) & (mean > 0), mean, excess)
@@ -91,9 +96,16 @@ class LossBound:
         is_unused = torch.isinf(excess)
         if bad is not None:
             is_unused = is_unused | moved(bad, mean.device)
+        self._update_decrease(torch.where(is_unused, torch.nan, (mean / new).log()))
         self._mean = torch.where(is_unused, mean, new)
         usual = torch.minimum(excess, LARGEST_EXCESS * mean)
         return torch.where(torch.isinf(excess), excess, usual)
+
+    def _update_decrease(self, latest: Tensor) -> None:
+        """Average in the decrease of log Ē in this step, unless it is not finite."""
+        before = torch.as_tensor(self._decrease).to(latest)
+        new = DECREASE_DECAY * before + (1 - DECREASE_DECAY) * latest
+        self._decrease = torch.where(torch.isfinite(latest), new, before)
 
     def limit(self, momentum: Tensor, update: Tensor, excess: Tensor) -> StepLimits:
         """Return the factors of a step m = μ m_old + v.
@@ -117,12 +129,13 @@ class LossBound:
     def resize(self, predicted: Tensor, excess: Excess) -> Tensor:
         """Return the factor that brings the predicted change of the loss between κE/2 and κE.
 
-        A step is lengthened at most threefold, and only if E is exact.
+        A step is lengthened at most threefold, and only if E is exact. κ is multiplied by up to 2
+        where the excess has fallen by more than 4% per step, which shows that longer steps pay.
 
         Args:
             predicted: |∇ᵀv|, the change to first order.
         """
-        limit = self._share * excess.usual.clamp(min=0)
+        limit = self._share * self._growth(excess) * excess.usual.clamp(min=0)
         # An unknown excess is infinite; such a step, and one that changes nothing, stays as it is.
         ratio = (limit / predicted).nan_to_num(nan=1.0, posinf=1.0)
         factor = ratio.clamp(max=1) * (ratio / 2).clamp(1, LONGEST)
@@ -131,6 +144,12 @@ class LossBound:
         self._factor = factor
         self._bounds = (ratio < 1).long() + _here(self._bounds, ratio)
         return factor
+
+    def _growth(self, excess: Excess) -> Tensor:
+        """Return the factor of κ, from 1 to 2; it is 1 if E is not exact."""
+        decrease = torch.as_tensor(self._decrease).to(excess.usual)
+        growth = (decrease / FAST_DECREASE).clamp(1, LARGEST_GROWTH)
+        return growth if excess.is_exact is None else torch.where(excess.is_exact, growth, 1.0)
 
     def diagnostics(self) -> dict[str, Any]:
         """Return the last factor, and how many steps were shortened and restarted.
@@ -146,20 +165,23 @@ class LossBound:
     def state_dict(self) -> dict[str, Any]:
         mean = math.inf if self._mean is None else float(self._mean)
         # An unknown excess has no mean; the next one that is known begins it.
-        return {**self.diagnostics(), "mean_excess": mean if math.isfinite(mean) else None}
+        mean_excess = mean if math.isfinite(mean) else None
+        return {**self.diagnostics(), "mean_excess": mean_excess, "decrease": float(self._decrease)}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
         require_keys("state of the loss bound", state, self.state_dict())
         for name, value in state.items():
             if value is not None:
-                require_number(f"the state's {name}", value)
+                low = -math.inf if name == "decrease" else 0.0
+                require_number(f"the state's {name}", value, low=low)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._factor = float(state["loss_bound_factor"])
         self._bounds = int(state["loss_bounds"])
         self._restarts = int(state["momentum_restarts"])
         self._mean = state["mean_excess"]
+        self._decrease = float(state["decrease"])
 
 
 def _here(count: Tensor | int, like: Tensor) -> Tensor | int:
