@@ -37,8 +37,9 @@ check: lint types test
 bench: benchmarks/.venv/.done
 	benchmarks/.venv/bin/python benchmarks/run.py $(BENCH)
 
+# NETWORK=digits, for instance, profiles another network than the paper's.
 profile: $(VENV)/.dev
-	$(BIN)/python benchmarks/profile_step.py
+	$(BIN)/python benchmarks/profile_step.py $(if $(NETWORK),--network $(NETWORK))
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict

@@ -3,10 +3,11 @@
 python benchmarks/stability.py WhitenedAdam --seeds 10
 python benchmarks/stability.py KFC --seeds 5 --first-seed 5
 python benchmarks/stability.py KFAC --seeds 5
-python benchmarks/stability.py KFC --outliers
+python benchmarks/stability.py KFC --outliers --seeds 2
+python benchmarks/stability.py KFAC --outliers --seeds 2 --before 40
 
-A run fails if a loss is not finite, if its training loss ends above ten times its lowest one (or
-0.001), or if it ends above 0.1 at a rate of at most ten times the default.
+A run fails if a loss is not finite, if its training loss ends above ten times the larger of its
+lowest one and 0.001, or if it ends above 0.1 at a rate of at most ten times the default.
 """
 
 import argparse
@@ -28,7 +29,7 @@ BATCHES = (16, 32, 64, 128, 512)
 RATES = (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3)
 UPDATES = 600
 EVALUATION_PERIOD = 25
-# Factors of the inputs of an outlying batch, and the updates before and after it.
+# Factors of the inputs of an outlying batch, and the number of updates after it.
 OUTLIERS = (100.0, 1e4, 1e6)
 UPDATES_AFTER = 20
 
@@ -46,7 +47,7 @@ class Run(NamedTuple):
     @property
     def growth(self) -> float:
         """The largest loss of a batch relative to the first."""
-        return max(self.batch_losses) / self.batch_losses[0]
+        return largest(self.batch_losses) / self.batch_losses[0]
 
     def failure(self, must_converge: bool) -> str:
         """Return why the run fails, or an empty string."""
@@ -98,6 +99,11 @@ def batches(count: int, size: int, generator: torch.Generator) -> Iterator[Tenso
         yield from order.split(size)[: count // size]
 
 
+def largest(values: list[float]) -> float:
+    """Return the largest value, or NaN if there is one, which ``max`` may skip."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
 def run(method: str, batch: int, seed: int, **options: float) -> Run:
     training, result = Training(method, batch, seed, **options), Run([], [])
     for update in range(1, UPDATES + 1):
@@ -122,8 +128,9 @@ def grid(method: str, seeds: range) -> None:
             for seed, each in zip(seeds, runs, strict=True):
                 if reason := each.failure(must_converge):
                     failures.append(f"batch {batch}, {options}, seed {seed}: {reason}")
-            cells.append(f"{max(each.losses[-1] for each in runs):.1e}")
-            growth, count = max(growth, *(each.growth for each in runs)), count + len(runs)
+            cells.append(f"{largest([each.losses[-1] for each in runs]):.1e}")
+            growth = largest([growth, *(each.growth for each in runs)])
+            count += len(runs)
         print(f"| {batch} | {' | '.join(cells)} |", flush=True)
     print(f"{count - len(failures)} of {count} runs within the limits;", end=" ")
     print(f"largest batch loss relative to the first: {growth:.3f}", *failures, sep="\n")
@@ -143,7 +150,7 @@ def outliers(method: str, seeds: range, before: int) -> None:
             for _ in range(UPDATES_AFTER):
                 training.update()
                 after.append(training.loss())
-            row = f"{factor:g} | {seed} | {earlier:.2g} | {max(after):.2g} | {after[-1]:.2g}"
+            row = f"{factor:g} | {seed} | {earlier:.2g} | {largest(after):.2g} | {after[-1]:.2g}"
             print(f"| {row} |", flush=True)
 
 

@@ -26,7 +26,7 @@ def measure(network: str, folder: Path, *sections: str) -> tuple[dict, str, str]
 
 
 def test_results_tables_and_page(tmp_path):
-    results, printed, page = measure("resnet18", tmp_path, "steps")
+    results, printed, page = measure("resnet18-quarter", tmp_path, "steps")
     assert [row["method"] for row in results["steps"]] == ["SGD", "KFC, every step, no clip"]
     assert all(row["milliseconds"] > 0 for row in results["steps"])
     assert {"device", "threads", "torch"} <= results["machine"].keys()

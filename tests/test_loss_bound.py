@@ -180,7 +180,8 @@ def falling(per_step, steps=300):
 )
 def test_the_share_grows_where_the_excess_falls_fast(per_step, growth):
     bound, one = falling(per_step), torch.tensor(1.0).double()
-    for is_exact, expected in ((None, growth), (torch.tensor(False), 1.0)):
+    yes, no = torch.tensor(True), torch.tensor(False)
+    for is_exact, expected in ((None, growth), (yes, growth), (no, 1.0)):
         found = bound.resize(8 * one, Excess(one, one, is_exact)).item()
         assert found == pytest.approx(0.4 * expected / 8, rel=0.01)
 
@@ -188,10 +189,33 @@ def test_the_share_grows_where_the_excess_falls_fast(per_step, growth):
 def test_an_unknown_excess_and_a_bad_step_are_no_trend():
     bound = falling(0.06)
     before = bound.state_dict()["decrease"]
-    for excess, bad in ((INF, None), (NAN, torch.tensor(True)), (5.0, torch.tensor(True))):
-        bound.without_outliers(torch.tensor(excess).double(), bad)
+    yes, no = torch.tensor(True), torch.tensor(False)
+    for excess, bad, is_exact in (
+        *((INF, None, None), (NAN, yes, None), (5.0, yes, None), (5.0, None, no)),
+        (-1.0, None, None),
+    ):
+        bound.without_outliers(torch.tensor(excess).double(), bad, is_exact)
     assert before == pytest.approx(-math.log(0.94), rel=1e-3)
     assert bound.state_dict()["decrease"] == before
+
+
+def test_a_bad_first_step_sets_no_mean():
+    bound = LossBound(0.4)
+    bound.without_outliers(torch.tensor(5.0).double(), torch.tensor(True))
+    assert bound.state_dict()["mean_excess"] is None
+
+
+def test_states_of_the_bound():
+    bound, other = falling(-0.05), LossBound(0.4)
+    state = bound.state_dict()
+    assert state["decrease"] < 0
+    other.check_state(state)
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    with pytest.raises(ValueError, match="decrease must be a finite number; got None"):
+        other.check_state({**state, "decrease": None})
+    with pytest.raises(ValueError, match="at least 0; got -1"):
+        other.check_state({**state, "mean_excess": -1})
 
 
 def test_an_unknown_excess_is_no_outlier():

@@ -284,14 +284,19 @@ def test_eight_steps_equal_the_dense_transcription(name, sizes, rotation, loss_b
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
 
 
-def test_longer_steps_where_the_loss_falls_fast_equal_the_dense_transcription():
-    """The same batch again and again: the loss falls by 4 to 8% per step, so that κ grows."""
+def test_longer_steps_where_the_loss_falls_fast_equal_the_dense_transcription(monkeypatch):
+    """The same batch again and again: the loss falls by more than 4% per step, so that κ grows."""
     steps = 60 * batches(6, steps=1)
-    mine, dense = NETWORKS["convolution"](), NETWORKS["convolution"]()
-    dense.load_state_dict(mine.state_dict())
-    found = trained(mine, steps, rotation_period=4, loss_bound=0.4)
-    expected = dense_whitened_adam(dense, steps, 4, 0.4)
+    mine, other, dense = (NETWORKS["convolution"]() for _ in range(3))
+    for network in (other, dense):
+        network.load_state_dict(mine.state_dict())
+    found = trained(mine, steps, rotation_period=4, loss_bound=0.06)
+    expected = dense_whitened_adam(dense, steps, 4, 0.06)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+    monkeypatch.setattr("kfc.optimizers.bound.LARGEST_GROWTH", 1.0)
+    without = trained(other, steps, rotation_period=4, loss_bound=0.06)
+    assert torch.equal(without[10][0], found[10][0])
+    assert not torch.allclose(without[-1][0], found[-1][0], rtol=1e-3)
 
 
 @pytest.mark.parametrize("block_size", [1, 9])

@@ -460,6 +460,23 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path, asynchronous):
     other.close()
 
 
+def test_a_resumed_run_continues_bit_for_bit_where_the_loss_falls_fast():
+    """The loss bound then depends on the trend of the loss, which is saved in full precision."""
+    data = 45 * [batch()]
+    torch.manual_seed(0)
+    whole, resumed = net(), net()
+    optimizer, other = kfc.WhitenedAdam(whole), kfc.WhitenedAdam(resumed)
+    train(whole, optimizer, data[:35])
+    resumed.load_state_dict(whole.state_dict())
+    state = optimizer.state_dict()
+    assert 0.04 < state["loss_bound"]["decrease"] < 0.08
+    other.load_state_dict(copy.deepcopy(state))
+    for model, each in ((whole, optimizer), (resumed, other)):
+        train(model, each, data[35:])
+    assert_equal(state_of(resumed, other), state_of(whole, optimizer))
+    assert other.state_dict()["loss_bound"] == optimizer.state_dict()["loss_bound"]
+
+
 def test_states_of_other_optimizers_are_refused():
     model = net()
     optimizer, other = kfc.WhitenedAdam(model), kfc.KFC(copy.deepcopy(model))

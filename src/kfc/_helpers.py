@@ -62,9 +62,10 @@ def require_number(
         and low <= value < below
         and not (positive and value == 0)
     ):
-        bounds = "above 0" if positive else f"at least {low:g}"
-        bounds += "" if below == math.inf else f" and below {below:g}"
-        raise ValueError(f"{name} must be a finite number, {bounds}; got {value!r}")
+        bounds = [] if low == -math.inf else ["above 0" if positive else f"at least {low:g}"]
+        bounds += [] if below == math.inf else [f"below {below:g}"]
+        limits = f", {' and '.join(bounds)}" if bounds else ""
+        raise ValueError(f"{name} must be a finite number{limits}; got {value!r}")
 
 
 def require_whole(name: str, value: object, low: int | None = 1) -> None:

@@ -54,7 +54,8 @@ def default_of(method: type, name: str) -> Any:
 CLIP = "Limit C of the Fisher norm of an update; 0: no limit on the norm (the loss bound stays)"
 BOUND = (
     "Largest predicted change of the loss in one step, as a fraction κ of the excess loss "
-    "(whitened-adam also lengthens steps below half of it); 0: no bound"
+    "(whitened-adam also lengthens steps below half of it, and allows up to 2κ where the loss "
+    "falls fast); 0: no bound"
 )
 PERIODS: dict[str, Periods] = {
     name: default_of(method, "schedule")

@@ -9,7 +9,7 @@ To first order, a step m lowers the objective by -∇hᵀm. If this is more than
 multiplied by κE / (-∇hᵀm). If it is negative, momentum leads uphill and is dropped.
 
 The excess also tells when a step is needlessly short. ``WhitenedAdam`` lengthens steps whose
-predicted change is less than κE/2, and doubles κ where the excess falls fast.
+predicted change is less than κE/2, and increases κ, at most twofold, where the excess falls fast.
 """
 
 import math
@@ -75,13 +75,15 @@ class LossBound:
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._mean: Tensor | float | None = None
+        self._mean: Tensor | float = math.nan
         self._decrease: Tensor | float = 0.0
         self._factor: Tensor | float = 1.0
         self._bounds: Tensor | int = 0
         self._restarts: Tensor | int = 0
 
-    def without_outliers(self, excess: Tensor, bad: Tensor | None) -> Tensor:
+    def without_outliers(
+        self, excess: Tensor, bad: Tensor | None, is_exact: Tensor | None = None
+    ) -> Tensor:
         """Return the excess, limited to twice its running mean, and update that mean and its trend.
 
         An unknown excess, which is infinite, stays as it is and does not enter the mean.
@@ -89,21 +91,24 @@ class LossBound:
         Args:
             bad: a boolean scalar; if true, nothing is updated. ``None``: the step is known to be
                 good.
+            is_exact: see ``Excess``; an excess that is not exact does not enter the trend.
         """
-        mean = excess if self._mean is None else torch.as_tensor(self._mean).to(excess)
-        mean = torch.where(torch.isfinite(mean) & (mean > 0), mean, excess)
+        known = _like(self._mean, excess)
+        mean = torch.where(torch.isfinite(known) & (known > 0), known, excess)
         new = MEAN_DECAY * mean + (1 - MEAN_DECAY) * torch.minimum(excess, FASTEST_RISE * mean)
         is_unused = torch.isinf(excess)
         if bad is not None:
             is_unused = is_unused | moved(bad, mean.device)
+        self._mean = torch.where(is_unused, known, new)
+        if is_exact is not None:
+            is_unused = is_unused | ~is_exact
         self._update_decrease(torch.where(is_unused, torch.nan, (mean / new).log()))
-        self._mean = torch.where(is_unused, mean, new)
         usual = torch.minimum(excess, LARGEST_EXCESS * mean)
         return torch.where(torch.isinf(excess), excess, usual)
 
     def _update_decrease(self, latest: Tensor) -> None:
         """Average in the decrease of log Ē in this step, unless it is not finite."""
-        before = torch.as_tensor(self._decrease).to(latest)
+        before = _like(self._decrease, latest)
         new = DECREASE_DECAY * before + (1 - DECREASE_DECAY) * latest
         self._decrease = torch.where(torch.isfinite(latest), new, before)
 
@@ -130,7 +135,7 @@ class LossBound:
         """Return the factor that brings the predicted change of the loss between κE/2 and κE.
 
         A step is lengthened at most threefold, and only if E is exact. κ is multiplied by up to 2
-        where the excess has fallen by more than 4% per step, which shows that longer steps pay.
+        where the mean excess has fallen by more than 4% per step: longer steps pay there.
 
         Args:
             predicted: |∇ᵀv|, the change to first order.
@@ -147,7 +152,7 @@ class LossBound:
 
     def _growth(self, excess: Excess) -> Tensor:
         """Return the factor of κ, from 1 to 2; it is 1 if E is not exact."""
-        decrease = torch.as_tensor(self._decrease).to(excess.usual)
+        decrease = _like(self._decrease, excess.usual)
         growth = (decrease / FAST_DECREASE).clamp(1, LARGEST_GROWTH)
         return growth if excess.is_exact is None else torch.where(excess.is_exact, growth, 1.0)
 
@@ -163,16 +168,16 @@ class LossBound:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        mean = math.inf if self._mean is None else float(self._mean)
+        mean = float(self._mean)
         # An unknown excess has no mean; the next one that is known begins it.
-        mean_excess = mean if math.isfinite(mean) else None
+        mean_excess = mean if math.isfinite(mean) and mean > 0 else None
         return {**self.diagnostics(), "mean_excess": mean_excess, "decrease": float(self._decrease)}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
         require_keys("state of the loss bound", state, self.state_dict())
         for name, value in state.items():
-            if value is not None:
+            if value is not None or name != "mean_excess":
                 low = -math.inf if name == "decrease" else 0.0
                 require_number(f"the state's {name}", value, low=low)
 
@@ -180,8 +185,14 @@ class LossBound:
         self._factor = float(state["loss_bound_factor"])
         self._bounds = int(state["loss_bounds"])
         self._restarts = int(state["momentum_restarts"])
-        self._mean = state["mean_excess"]
+        mean = state["mean_excess"]
+        self._mean = math.nan if mean is None else mean
         self._decrease = float(state["decrease"])
+
+
+def _like(value: Tensor | float, other: Tensor) -> Tensor:
+    """Return a number in the dtype of another, without rounding it to torch's default dtype."""
+    return torch.as_tensor(value, dtype=other.dtype, device=other.device)
 
 
 def _here(count: Tensor | int, like: Tensor) -> Tensor | int:

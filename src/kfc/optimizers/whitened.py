@@ -72,7 +72,8 @@ class WhitenedAdam(CurvatureOptimizer):
         loss_bound: κ. Let E be the excess, the loss on the batch minus the least it could be. A
             step that would at once change the loss by more than κE, to first order, is shortened to
             κE; one that would change it by less than κE/2 is lengthened to that, at most threefold.
-            Where E falls by more than 4% per step, κ is increased, at most twofold.
+            If E is exact and its running mean falls by more than 4% per step, κ is increased, at
+            most twofold.
             Batches with an excess of more than twice the running mean count less. If the loss fits
             no likelihood, E is unknown and steps keep their length, except that the loss that a
             closure returns still limits them. ``None``: steps are neither shortened nor lengthened.
@@ -272,7 +273,7 @@ class WhitenedAdam(CurvatureOptimizer):
         if isinstance(loss, Tensor):
             is_exact = torch.isfinite(excess)
             excess = excess_loss(self.engine, loss)
-        usual = self._bound.without_outliers(excess, self.engine.in_doubt)
+        usual = self._bound.without_outliers(excess, self.engine.in_doubt, is_exact)
         return Excess(excess, usual, is_exact)
 
     def _weight_outliers_(self, gradients: Vector, excess: Excess | None) -> None:
