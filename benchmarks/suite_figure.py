@@ -1,4 +1,6 @@
-"""Merge results of `kfc compare suite` that have different workloads; write tables and a figure.
+"""Merge results of `kfc compare suite`; write tables and a figure.
+
+Runs of a workload and method in a later file replace those in earlier files.
 
 python benchmarks/suite_figure.py runs/one/results.json runs/two/results.json \
     --json docs/results/suite-untuned.json --svg docs/pictures/suite.svg
@@ -11,6 +13,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from kfc.lab.suite.methods import METHODS
 from kfc.lab.suite.scoring import (
     bounded_ratios,
     geometric_mean,
@@ -40,11 +43,22 @@ def merged(paths: list[Path]) -> Results:
     """Return the settings, workloads and runs of all files, without machine names."""
     parts = [json.loads(path.read_text()) for path in paths]
     workloads = {name: each for part in parts for name, each in part["workloads"].items()}
-    runs = [run for part in parts for run in part["runs"]]
-    for run in runs:
-        run["curve"] = [[float(f"{x:.4g}") for x in point] for point in run["curve"]]
-    settings = {key: parts[0]["settings"][key] for key in ("methods", "rulesets", "threads")}
-    return {"settings": settings, "workloads": workloads, "runs": runs}
+    latest: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for part in parts:
+        own: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for run in part["runs"]:
+            run["curve"] = [[float(f"{x:.4g}") for x in point] for point in run["curve"]]
+            own.setdefault((run["workload"], run["method"]), []).append(run)
+        latest |= own
+    settings = {key: parts[0]["settings"][key] for key in ("rulesets", "threads")}
+    order = [*METHODS]
+    found = {method for part in parts for method in part["settings"]["methods"]}
+    settings["methods"] = [m for m in order if m in found] + sorted(found - {*order})
+    return {
+        "settings": settings,
+        "workloads": workloads,
+        "runs": [run for runs in latest.values() for run in runs],
+    }
 
 
 def times_of(results: Results) -> dict[str, dict[str, float]]:

@@ -60,6 +60,17 @@ def test_benchmarks_are_merged_and_scored(tmp_path):
     assert "| A | 0.500 | ≥ 2.00 | 1 of 2 |" in text
 
 
+def test_later_files_replace_runs_and_add_methods(tmp_path):
+    old = benchmark(tmp_path / "one", "easy", {"A": [9.0], "B": [5.0]})
+    new = benchmark(tmp_path / "two", "easy", {"B": [7.0], "C": [8.0]})
+    content = json.loads(new.read_text())
+    content["settings"]["methods"] = ["B", "C"]
+    new.write_text(json.dumps(content))
+    results = suite_figure.merged([old, new])
+    assert results["settings"]["methods"] == ["A", "B", "C"]
+    assert suite_figure.times_of(results) == {"easy": {"A": 9.0, "B": 7.0, "C": 8.0}}
+
+
 def test_tuned_results_have_tables_of_settings_and_test_errors(tmp_path):
     path = benchmark(tmp_path / "one", "easy", {"A": [9.0, 8.0, None], "B": [None]})
     content = json.loads(path.read_text())
