@@ -13,12 +13,11 @@ lowest one and 0.001, or if it ends above 0.1 at a rate of at most ten times the
 import argparse
 import inspect
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from kfac_bounds import batches
 
 import kfc
 from kfc.lab.data import Inputs, load
@@ -91,12 +90,6 @@ class Training:
         value = F.cross_entropy(self.model(self.images), self.labels).item()
         self.model.train()
         return value
-
-
-def batches(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    while True:
-        order = torch.randperm(count, generator=generator)
-        yield from order.split(size)[: count // size]
 
 
 def largest(values: list[float]) -> float:
