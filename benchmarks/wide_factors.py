@@ -28,7 +28,8 @@ from networks import NETWORKS
 from torch import Tensor, nn
 
 import kfc
-from kfc.curvature.kronecker import Factors, add_to_diagonal, damping_shifts
+from kfc.curvature.factor import add_to_diagonal
+from kfc.curvature.kronecker import Factors, damping_shifts
 from kfc.lab.data import Batches, Inputs, load
 from kfc.layers import MatrixLayer
 

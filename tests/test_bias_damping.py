@@ -19,6 +19,7 @@ from kfc.curvature.kronecker import (
     EigenInverse,
     FactoredInverse,
     Factors,
+    Form,
     damping_shifts,
     invert_shifted,
 )
@@ -251,8 +252,9 @@ def test_explicit_inverses_are_unscaled_like_cholesky_factors():
     damped, right = random_factor(2, 4), torch.randn(2, 4, 3)
     scale = scale_of(4)
     expected = torch.linalg.solve(scale @ damped @ scale, right)
-    for matrix, explicit in ((torch.linalg.cholesky(damped), False), (damped.inverse(), True)):
-        inverse = DampedInverse(matrix, explicit).unscaled(scale[0, 0].item())
+    kinds = ((torch.linalg.cholesky(damped), Form.CHOLESKY), (damped.inverse(), Form.EXPLICIT))
+    for matrix, form in kinds:
+        inverse = DampedInverse(matrix, form).unscaled(scale[0, 0].item())
         assert_close(inverse.times(right), expected)
 
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kfc.curvature.factor import eigendecompose
 from kfc.curvature.kronecker import (
     EigenInverse,
     FactoredInverse,
     Factors,
-    eigendecompose,
     factor_balance,
     invert_shifted,
 )

@@ -110,6 +110,7 @@ BAD_VALUES = {
     "factor_decay": [1.0, -0.5],
     "inverse": ["qr", None],
     "max_factor_size": [0, 2.5],
+    "inverse_error": [0, 1, "small"],
     "block_size": [0, True],
 }
 

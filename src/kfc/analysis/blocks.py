@@ -22,7 +22,8 @@ from kfc.analysis.krylov import (
     random_start,
     top_eigenvalues,
 )
-from kfc.curvature.kronecker import Bases, Factors, trace
+from kfc.curvature.factor import trace
+from kfc.curvature.kronecker import Bases, Factors
 
 GIB = 1 << 30
 DEFAULT_MAX_GIB = 2.0

@@ -40,7 +40,9 @@ def describe_layers(model: nn.Module, plan: Plan, curvature: ModelCurvature) -> 
 
 
 def _memory(curvature: LayerCurvature) -> int:
-    shapes = [*curvature.running_shapes(), *curvature.inverse_shapes().values()]
+    inverse = curvature.state.inverse
+    widths = () if inverse is None else inverse.widths_of(inverse.tensors)
+    shapes = [*curvature.running_shapes(), *curvature.inverse_shapes(widths).values()]
     return sum(map(prod, shapes)) * curvature.layer.dtype.itemsize
 
 

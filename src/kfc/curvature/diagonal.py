@@ -3,8 +3,9 @@
 from torch import Tensor
 
 from kfc.curvature.damping import Damping
+from kfc.curvature.factor import Shape, reciprocal_or_zero
 from kfc.curvature.gradients import SquaredGradients
-from kfc.curvature.kronecker import Bases, Inverse, Shape, reciprocal_or_zero
+from kfc.curvature.kronecker import Bases, Inverse
 from kfc.curvature.layer import LayerCurvature
 from kfc.curvature.statistics import LayerStatistics
 from kfc.layers import MatrixLayer

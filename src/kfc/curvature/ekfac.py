@@ -8,9 +8,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from kfc.curvature.factor import Shape, scale_first_row
 from kfc.curvature.gradients import SquaredGradients
 from kfc.curvature.kfc import FactorStatistics, KroneckerCurvature
-from kfc.curvature.kronecker import EigenInverse, Inverse, Shape, scale_first_row
+from kfc.curvature.kronecker import EigenInverse, Inverse
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.layers import MatrixLayer
 
@@ -54,8 +55,10 @@ class MeasuredInverse(EigenInverse):
         self.measured = bool(self.tensors["measured"])
 
     @classmethod
-    def shapes(cls, activation: Shape, derivative: Shape) -> dict[str, Shape]:
-        return {**super().shapes(activation, derivative), "measured": ()}
+    def shapes(
+        cls, activation: Shape, derivative: Shape, widths: tuple[int, ...] = ()
+    ) -> dict[str, Shape]:
+        return {**super().shapes(activation, derivative, widths), "measured": ()}
 
     def averaged(self, moments: Tensor, decay: float) -> Self:
         """Return the inverse with S, (groups, I · n), averaged in; the first one sets it."""

@@ -6,15 +6,16 @@ from typing import Any
 from torch import Tensor
 
 from kfc.curvature.damping import Damping
+from kfc.curvature.factor import Shape, trace
 from kfc.curvature.kronecker import (
+    FactoredInverse,
     Factors,
     Inverse,
     KroneckerInverse,
-    Shape,
     factor_balance,
-    trace,
 )
 from kfc.curvature.layer import LayerCurvature
+from kfc.curvature.low_rank import NARROWEST
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.layers import MatrixLayer
 from kfc.moments.patches import row_moment
@@ -31,11 +32,16 @@ class KroneckerCurvature(LayerCurvature):
     inverse_class: type[KroneckerInverse]
 
     def __init__(
-        self, layer: MatrixLayer, inverse: type[KroneckerInverse], max_factor_size: int
+        self,
+        layer: MatrixLayer,
+        inverse: type[KroneckerInverse],
+        max_factor_size: int,
+        inverse_error: float | None = None,
     ) -> None:
         super().__init__(layer)
         self.inverse_class = inverse
         self.max_factor_size = max_factor_size
+        self.inverse_error = inverse_error
 
     # Statistics
 
@@ -68,11 +74,21 @@ class KroneckerCurvature(LayerCurvature):
     # Inverses
 
     def invert(self, running: tuple[Tensor, ...], damping: Damping) -> Inverse:
-        factors = self.factors_of(running)
-        return self.inverse_class.of(factors, damping.weight, damping.bias_ratio)
+        return self.inverse_class.of(
+            self.factors_of(running),
+            damping.weight,
+            damping.bias_ratio,
+            tolerance=self.inverse_error,
+            previous=self.state.inverse if self.is_current() else None,
+        )
 
-    def inverse_shapes(self) -> dict[str, Shape]:
-        return self.inverse_class.shapes(*self.factor_shapes())
+    def has_variable_inverse(self) -> bool:
+        is_wide = any(len(s) == 3 and s[-1] >= NARROWEST for s in self.factor_shapes())
+        can_be_cheap = issubclass(self.inverse_class, FactoredInverse)
+        return is_wide and can_be_cheap and self.inverse_error is not None
+
+    def inverse_shapes(self, widths: tuple[int, ...] = ()) -> dict[str, Shape]:
+        return self.inverse_class.shapes(*self.factor_shapes(), widths)
 
     def apply_inverse(self, inverse: Inverse, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return Γ_damped⁻¹ V Ω_damped⁻¹ with V = (bias, weight) (eqn 11)."""

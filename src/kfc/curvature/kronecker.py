@@ -15,12 +15,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-Shape = tuple[int, ...]
+from kfc.curvature.factor import (
+    Shape,
+    add_to_diagonal,
+    cholesky,
+    eigendecompose,
+    is_diagonal,
+    mean_eigenvalue,
+    reciprocal_or_zero,
+    scale_first,
+    scale_first_row,
+)
+from kfc.curvature.low_rank import NARROWEST, low_rank_inverse, times, widest
 
 
 class Factors(NamedTuple):
@@ -28,25 +40,6 @@ class Factors(NamedTuple):
 
     activation: Tensor
     derivative: Tensor
-
-
-def is_diagonal(factor: Tensor) -> bool:
-    return factor.dim() == 2
-
-
-def diagonal(factor: Tensor) -> Tensor:
-    """Return a view of the diagonal of each group's factor, (groups, size)."""
-    return factor if is_diagonal(factor) else factor.diagonal(dim1=-2, dim2=-1)
-
-
-def trace(factor: Tensor) -> Tensor:
-    """Return the trace of each group's factor, (groups,)."""
-    return diagonal(factor).sum(-1)
-
-
-def mean_eigenvalue(factor: Tensor) -> Tensor:
-    """Return the mean eigenvalue of each group's factor, (groups,)."""
-    return trace(factor) / factor.shape[-1]
 
 
 def factor_balance(factors: Factors) -> Tensor:
@@ -69,28 +62,6 @@ def damping_shifts(factors: Factors, damping: float) -> tuple[Tensor, Tensor]:
     balance = factor_balance(factors)
     root = damping**0.5
     return balance * root, root / balance
-
-
-def add_to_diagonal(factor: Tensor, amount: Tensor) -> Tensor:
-    """Return a new factor with amount (groups,) added to each group's diagonal."""
-    result = factor.clone()
-    diagonal(result).add_(amount.unsqueeze(-1))
-    return result
-
-
-def scale_first(factor: Tensor, scale: float) -> Tensor:
-    """Return diag(scale, 1, ..., 1) · factor · diag(scale, 1, ..., 1), for each group."""
-    result = factor.clone()
-    result[:, 0] *= scale
-    result[..., 0].mul_(scale)
-    return result
-
-
-def scale_first_row(matrix: Tensor, scale: float) -> Tensor:
-    """Return diag(scale, 1, ..., 1) · matrix, for each group."""
-    result = matrix.clone()
-    result[:, 0] *= scale
-    return result
 
 
 class Bases(NamedTuple):
@@ -130,6 +101,11 @@ class Inverse(ABC):
     def apply(self, gradient: Tensor) -> Tensor:
         """Return the inverse times a gradient."""
 
+    @classmethod
+    def widths_of(cls, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+        """Return the sizes of an inverse's tensors that the shapes of the factors do not tell."""
+        return ()
+
     def whiten(self, matrix: Tensor) -> Tensor:
         """Return V Rᵀ of V (groups, I, n), if the inverse is kept as Rᵀ R."""
         raise NotImplementedError(f"{type(self).__name__} has no root")
@@ -159,23 +135,42 @@ class KroneckerInverse(Inverse):
 
     @classmethod
     @abstractmethod
-    def of(cls, factors: Factors, damping: float, bias_ratio: float = 1.0) -> Self:
+    def of(
+        cls,
+        factors: Factors,
+        damping: float,
+        bias_ratio: float = 1.0,
+        *,
+        tolerance: float | None = None,
+        previous: Inverse | None = None,
+    ) -> Self:
         """Return the inverse of the block with these factors, damped by δ.
 
         Args:
             bias_ratio: s² = δ_bias / δ; the first coordinate of Ω is damped by s² δ.
+            tolerance: the allowed error of each factor's inverse, if a cheaper one exists;
+                ``None``: exact.
+            previous: the last inverse of the block, which may help to find the next one.
         """
 
     @classmethod
     @abstractmethod
-    def shapes(cls, activation: Shape, derivative: Shape) -> dict[str, Shape]:
-        """Return the shapes of ``tensors`` for factors of these shapes."""
+    def shapes(
+        cls, activation: Shape, derivative: Shape, widths: tuple[int, ...] = ()
+    ) -> dict[str, Shape]:
+        """Return the shapes of ``tensors`` for factors of these shapes.
+
+        Args:
+            widths: what ``widths_of()`` returns; if empty, the shapes of an exact inverse.
+        """
 
 
 class FactoredInverse(KroneckerInverse):
-    """Γ_damped⁻¹ V Ω_damped⁻¹ (eqn 11) from the Cholesky decompositions of the damped factors.
+    """Γ_damped⁻¹ V Ω_damped⁻¹ (eqn 11) from Cholesky decompositions or from leading eigenpairs.
 
-    Explicit inverses would take three times as long to compute, and as long to apply.
+    Wide factors are inverted by ``kfc.curvature.low_rank`` if a tolerance is given, the others by
+    Cholesky decompositions of the damped factors. Explicit inverses would take three times as long
+    to compute, and as long to apply.
 
     If the bias has a damping of its own, Ω_damped = Ω + π √δ S², with the π of Ω̃ and Γ: the
     dampings of the bias's coordinate in Ω and Γ multiply to δ_bias.
@@ -187,24 +182,46 @@ class FactoredInverse(KroneckerInverse):
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
         self.activation, self.derivative = (
-            DampedInverse(tensors[name], bool(explicit))
-            for name, explicit in zip(Factors._fields, tensors["explicit"].tolist(), strict=True)
+            DampedInverse(tensors[name], Form(int(form)))
+            for name, form in zip(Factors._fields, tensors["forms"].tolist(), strict=True)
         )
 
     @classmethod
-    def of(cls, factors: Factors, damping: float, bias_ratio: float = 1.0) -> Self:
+    def of(
+        cls,
+        factors: Factors,
+        damping: float,
+        bias_ratio: float = 1.0,
+        *,
+        tolerance: float | None = None,
+        previous: Inverse | None = None,
+    ) -> Self:
         if bias_ratio != 1:
             scaled = scale_first(factors.activation, bias_ratio**-0.5)
             factors = factors._replace(activation=scaled)
-        inverses = invert_shifted(factors, damping_shifts(factors, damping))
+        starts = None
+        if isinstance(previous, FactoredInverse):
+            starts = previous.activation, previous.derivative
+        shifts = damping_shifts(factors, damping)
+        inverses = invert_shifted(factors, shifts, tolerance, starts)
         if bias_ratio != 1:
             inverses[0] = inverses[0].unscaled(bias_ratio**0.5)
         tensors = {n: i.matrix for n, i in zip(Factors._fields, inverses, strict=True)}
-        return cls({**tensors, "explicit": torch.tensor([i.explicit for i in inverses])})
+        return cls({**tensors, "forms": torch.tensor([int(i.form) for i in inverses])})
 
     @classmethod
-    def shapes(cls, activation: Shape, derivative: Shape) -> dict[str, Shape]:
-        return {"activation": activation, "derivative": derivative, "explicit": (2,)}
+    def widths_of(cls, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+        return tuple(tensors[name].shape[-1] for name in Factors._fields if name in tensors)
+
+    @classmethod
+    def shapes(
+        cls, activation: Shape, derivative: Shape, widths: tuple[int, ...] = ()
+    ) -> dict[str, Shape]:
+        whole = dict(zip(Factors._fields, (activation, derivative), strict=True))
+        for (name, shape), width in zip(whole.items(), widths, strict=False):
+            if len(shape) == 3 and shape[-1] >= NARROWEST and width <= widest(shape[-1]):
+                whole[name] = (*shape[:-1], width)
+        return {**whole, "forms": (2,)}
 
     def apply(self, gradient: Tensor) -> Tensor:
         return self.derivative.times(self.activation.times(gradient.mT).mT)
@@ -225,7 +242,16 @@ class EigenInverse(KroneckerInverse):
         return Bases(*(self.tensors.get(f"{name}_basis") for name in Factors._fields))
 
     @classmethod
-    def of(cls, factors: Factors, damping: float, bias_ratio: float = 1.0) -> Self:
+    def of(
+        cls,
+        factors: Factors,
+        damping: float,
+        bias_ratio: float = 1.0,
+        *,
+        tolerance: float | None = None,
+        previous: Inverse | None = None,
+    ) -> Self:
+        """Return the exact inverse; neither a tolerance nor an earlier inverse is of use."""
         # A diagonal Ω needs no scale: the damping of each of its coordinates is added as it is.
         scales = bias_ratio != 1 and not is_diagonal(factors.activation)
         if scales:
@@ -244,7 +270,9 @@ class EigenInverse(KroneckerInverse):
         return cls({"eigenvalues": products, **numbers, **tensors})
 
     @classmethod
-    def shapes(cls, activation: Shape, derivative: Shape) -> dict[str, Shape]:
+    def shapes(
+        cls, activation: Shape, derivative: Shape, widths: tuple[int, ...] = ()
+    ) -> dict[str, Shape]:
         eigenvalues = (activation[0], derivative[-1], activation[-1])
         # A diagonal has no basis.
         bases = {"activation_basis": activation, "derivative_basis": derivative}
@@ -266,61 +294,90 @@ class EigenInverse(KroneckerInverse):
 INVERSES: dict[str, type[KroneckerInverse]] = {"factored": FactoredInverse, "eigen": EigenInverse}
 
 
+class Form(IntEnum):
+    """What the matrix of a ``DampedInverse`` is."""
+
+    CHOLESKY = 0
+    EXPLICIT = 1
+    LOW_RANK = 2
+
+
 class DampedInverse(NamedTuple):
     """(factor + shift I)⁻¹, ready to be applied.
 
     Attributes:
-        matrix: the lower Cholesky factor of factor + shift I, (groups, n, n); if ``explicit``, the
-            inverse itself, or its diagonal (groups, n).
+        matrix: the lower Cholesky factor of factor + shift I, (groups, n, n); or the inverse
+            itself, or its diagonal (groups, n); or what ``low_rank_inverse`` returns.
     """
 
     matrix: Tensor
-    explicit: bool
+    form: Form
 
     def times(self, right: Tensor) -> Tensor:
         """Return the inverse times (groups, n, k)."""
-        if not self.explicit:
+        if self.form is Form.CHOLESKY:
             return torch.cholesky_solve(right, self.matrix)
+        if self.form is Form.LOW_RANK:
+            return times(self.matrix, right)
         if is_diagonal(self.matrix):
             return self.matrix.unsqueeze(-1) * right
         return self.matrix @ right
 
     def unscaled(self, scale: float) -> DampedInverse:
         """Return the inverse of S (factor + shift I) S with S = diag(scale, 1, ..., 1)."""
-        if not self.explicit:
+        if self.form is Form.CHOLESKY:
             return self._replace(matrix=scale_first_row(self.matrix, scale))  # S L (S L)ᵀ
+        if self.form is Form.LOW_RANK:
+            matrix = scale_first_row(self.matrix, 1 / scale)
+            matrix[:, 0, 0] /= scale  # S⁻¹ (f I - P Pᵀ) S⁻¹
+            return self._replace(matrix=matrix)
         return self._replace(matrix=scale_first(self.matrix, 1 / scale))
 
+    def columns(self) -> Tensor | None:
+        """Return the matrix if it is one of low rank, to begin the next one with."""
+        return self.matrix if self.form is Form.LOW_RANK else None
 
-def invert_shifted(factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[DampedInverse]:
+
+def invert_shifted(
+    factors: Sequence[Tensor],
+    shifts: Sequence[Tensor],
+    tolerance: float | None = None,
+    starts: Sequence[DampedInverse | None] | None = None,
+) -> list[DampedInverse]:
     """Return (factor + shift I)⁻¹ for positive semi-definite factors; always finite.
 
     Uses Cholesky decompositions in the factors' own precision where they are accurate, and a slower
     method elsewhere. All decompositions start before the host waits for any of them.
+
+    Args:
+        tolerance: the allowed error of inverses of wide factors; ``None``: exact inverses.
+        starts: earlier inverses of the factors.
     """
-    damped = [add_to_diagonal(f, shift) for f, shift in zip(factors, shifts, strict=True)]
-    whole = [index for index, factor in enumerate(factors) if not is_diagonal(factor)]
-    roots = {index: cholesky(damped[index]) for index in whole}
-    flags = [trusted for _, trusted in roots.values()]
-    trusted = dict(zip(whole, torch.stack(flags).tolist() if flags else [], strict=True))
-    result = []
-    for index, (factor, shift) in enumerate(zip(factors, shifts, strict=True)):
-        if index not in roots:
-            result.append(DampedInverse(reciprocal_or_zero(damped[index]), True))
-        elif trusted[index]:
-            result.append(DampedInverse(roots[index][0], False))
+    found: dict[int, DampedInverse] = {}
+    roots: dict[int, tuple[Tensor, Tensor]] = {}
+    starts = starts or [None] * len(factors)
+    for index, (factor, shift, start) in enumerate(zip(factors, shifts, starts, strict=True)):
+        if is_diagonal(factor):
+            found[index] = DampedInverse(
+                reciprocal_or_zero(add_to_diagonal(factor, shift)), Form.EXPLICIT
+            )
+            continue
+        cheap = None
+        if tolerance is not None and factor.shape[-1] >= NARROWEST:
+            cheap = low_rank_inverse(factor, shift, tolerance, start and start.columns())
+        if cheap is not None:
+            found[index] = DampedInverse(cheap, Form.LOW_RANK)
         else:
-            result.append(DampedInverse(_invert_carefully(factor, shift), True))
-    return result
-
-
-def cholesky(damped: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lower Cholesky factor, and whether it is accurate."""
-    lower, info = torch.linalg.cholesky_ex(damped)
-    # The square of this ratio bounds the reciprocal condition number from above.
-    spread = diagonal(lower).amin(-1) / diagonal(lower).amax(-1)
-    lowest = torch.finfo(damped.dtype).eps ** 0.4
-    return lower, ((info == 0) & (spread > lowest)).all()
+            roots[index] = cholesky(add_to_diagonal(factor, shift))
+    flags = [trusted for _, trusted in roots.values()]
+    are_trusted = torch.stack(flags).tolist() if flags else []
+    for (index, (lower, _)), trusted in zip(roots.items(), are_trusted, strict=True):
+        if trusted:
+            found[index] = DampedInverse(lower, Form.CHOLESKY)
+        else:
+            careful = _invert_carefully(factors[index], shifts[index])
+            found[index] = DampedInverse(careful, Form.EXPLICIT)
+    return [found[index] for index in range(len(factors))]
 
 
 def _invert_carefully(factor: Tensor, shift: Tensor) -> Tensor:
@@ -336,31 +393,3 @@ def _invert_carefully(factor: Tensor, shift: Tensor) -> Tensor:
     assert basis is not None
     reciprocals = reciprocal_or_zero(values + wide_shift.unsqueeze(-1))
     return ((basis * reciprocals.unsqueeze(-2)) @ basis.mT).to(factor)
-
-
-def reciprocal_or_zero(values: Tensor) -> Tensor:
-    """Return 1/x, and 0 where x is (nearly) 0: the pseudo-inverse of a diagonal."""
-    counts = values > 4 * torch.finfo(torch.float32).tiny
-    return torch.where(counts, 1 / torch.where(counts, values, 1), 0)
-
-
-def eigendecompose(factor: Tensor, precision: float | None = None) -> tuple[Tensor, Tensor | None]:
-    """Return eigenvalues (groups, n) and basis (groups, n, n); a diagonal has no basis.
-
-    Eigenvalues that are rounding errors at the given precision are returned as zero.
-    """
-    if is_diagonal(factor):
-        return factor, None
-    # Shifted by its mean eigenvalue: eigh of a rank-deficient float32 matrix can be tens of times
-    # slower, or fail to converge.
-    lift = mean_eigenvalue(factor)
-    lifted = add_to_diagonal(factor, lift)
-    try:
-        values, basis = torch.linalg.eigh(lifted)
-    except RuntimeError:  # torch.linalg.LinAlgError
-        wide = torch.linalg.eigh(lifted.to("cpu", torch.float64))
-        values, basis = (part.to(factor) for part in wide)
-    values = values - lift.unsqueeze(-1)
-    rounding = factor.shape[-1] * (precision or torch.finfo(factor.dtype).eps)
-    noise = values.amax(-1, keepdim=True) * rounding
-    return torch.where(values > noise, values, 0), basis

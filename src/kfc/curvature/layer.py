@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kfc._helpers import require_keys
 from kfc.curvature.damping import UNKNOWN, Damping
-from kfc.curvature.kronecker import Factors, Inverse, Shape, diagonal
+from kfc.curvature.factor import Shape, diagonal
+from kfc.curvature.kronecker import Factors, Inverse
 from kfc.curvature.statistics import LayerStatistics, MomentLayout
 from kfc.layers import Layer
 
@@ -92,8 +93,17 @@ class LayerCurvature(ABC):
         cheap = inverse.redamped(damping.weight) if same_ratio else None
         return cheap or self.invert(running, damping)
 
-    def inverse_shapes(self) -> dict[str, Shape]:
-        """Return the shapes of an inverse's tensors, for the parameters trained now."""
+    def has_variable_inverse(self) -> bool:
+        """Return whether the inverse determines the shapes of its tensors: two widths."""
+        return False
+
+    def inverse_shapes(self, widths: tuple[int, ...] = ()) -> dict[str, Shape]:
+        """Return the shapes of an inverse's tensors, for the parameters trained now.
+
+        Args:
+            widths: what the inverse's ``widths_of()`` returns; if empty, the shapes of an exact
+                inverse.
+        """
         return {"inverse": self.running_shapes()[0]}
 
     @abstractmethod
@@ -248,7 +258,9 @@ class LayerCurvature(ABC):
         )
         expected = (
             list(self.running_shapes()) if saved["running"] else [],
-            self.inverse_shapes() if saved["inverse"] else {},
+            self.inverse_shapes(self.inverse_class.widths_of(saved["inverse"]))
+            if saved["inverse"]
+            else {},
         )
         return (found, expected) if found != expected else None
 

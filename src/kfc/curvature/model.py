@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kfc._helpers import raise_differences, require_choice, require_keys
 from kfc.curvature.damping import Damping
-from kfc.curvature.kronecker import INVERSES, Inverse, trace
+from kfc.curvature.factor import trace
+from kfc.curvature.kronecker import INVERSES, Inverse
 from kfc.curvature.layer import Block, LayerCurvature, LayerState
 from kfc.curvature.options import Approximation
 from kfc.curvature.statistics import BatchStatistics

@@ -21,6 +21,7 @@ FisherKind = Literal["sampled", "exact", "empirical"]
 InverseKind = Literal["factored", "eigen"]
 Decay = float | Literal["averaging"]
 
+INVERSE_ERROR = 0.05
 #: The word for ξ = exp(-1/τ), with τ the timescale of the averaged parameters (Algorithm 1).
 AVERAGING: Literal["averaging"] = "averaging"
 
@@ -110,10 +111,14 @@ class Kronecker(FactorApproximation):
             ``averaging_timescale`` of the optimizer, as in Algorithm 1.
         inverse: ``"factored"`` damps each factor (Cholesky decompositions); ``"eigen"`` adds the
             damping to the products of eigenvalues exactly.
+        inverse_error: the allowed error of the ``"factored"`` inverse of a factor wider than 1,100,
+            relative to the natural gradient. It is inverted from its leading eigenpairs, as many as
+            needed, which is faster and takes less memory. ``None``: exact.
         max_factor_size: wider factors keep their diagonal only.
     """
 
     inverse: InverseKind = "factored"
+    inverse_error: float | None = INVERSE_ERROR
 
     name: ClassVar[str] = "kfc"
     curvature: ClassVar[type[KroneckerCurvature]] = KroneckerCurvature
@@ -121,13 +126,21 @@ class Kronecker(FactorApproximation):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("inverse", self.inverse, tuple(INVERSES))
+        if self.inverse_error is not None:
+            require_number("inverse_error", self.inverse_error, positive=True, below=1)
+        if self.inverse == "eigen" and self.inverse_error not in (None, INVERSE_ERROR):
+            raise ValueError(
+                f'inverse_error={self.inverse_error} has no effect with inverse="eigen", which is '
+                "exact; remove it"
+            )
 
     @property
     def inverse_kind(self) -> str:
         return self.inverse
 
     def for_matrix(self, layer: MatrixLayer) -> LayerCurvature:
-        return self.curvature(layer, INVERSES[self.inverse], self.max_factor_size)
+        inverse = INVERSES[self.inverse]
+        return self.curvature(layer, inverse, self.max_factor_size, self.inverse_error)
 
 
 @dataclass(frozen=True, kw_only=True)

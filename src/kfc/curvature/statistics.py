@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kfc.curvature.kronecker import Shape, trace
+from kfc.curvature.factor import Shape, trace
 
 
 class Moment(NamedTuple):

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kfc.curvature.factor import Shape
 from kfc.curvature.kfc import FactorStatistics, KroneckerCurvature
-from kfc.curvature.kronecker import Factors, Inverse, Shape
+from kfc.curvature.kronecker import Factors, Inverse
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.moments.patches import row_moment
 from kfc.moments.stationary import uncorrelated_factor

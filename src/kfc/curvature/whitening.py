@@ -21,9 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kfc.curvature.damping import Damping
-from kfc.curvature.kfc import activation_sum
-from kfc.curvature.kronecker import (
-    Inverse,
+from kfc.curvature.factor import (
     Shape,
     add_to_diagonal,
     cholesky,
@@ -31,6 +29,8 @@ from kfc.curvature.kronecker import (
     is_diagonal,
     trace,
 )
+from kfc.curvature.kfc import activation_sum
+from kfc.curvature.kronecker import Inverse
 from kfc.curvature.layer import LayerCurvature
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.layers import MatrixLayer
@@ -175,7 +175,7 @@ class WhiteningCurvature(LayerCurvature):
         """
         return factor.shape[-1] * len(factor) > self.layer.groups * self._inputs
 
-    def inverse_shapes(self) -> dict[str, Shape]:
+    def inverse_shapes(self, widths: tuple[int, ...] = ()) -> dict[str, Shape]:
         return {"root": self.running_shapes()[0]}
 
     def apply_inverse(self, inverse: Inverse, gradients: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """What the inverse of a layer costs to compute and to send, and how it is sent."""
 
+from collections.abc import Mapping
 from typing import Self
 
 import torch
@@ -33,37 +34,43 @@ class RemoteInverse(Inverse):
         return self
 
 
-def pack_inverse(curvature: LayerCurvature, inverse: Inverse | None) -> Tensor:
-    """Return an inverse as a vector; without an inverse, an empty vector to receive one."""
+def pack_inverse(
+    curvature: LayerCurvature, inverse: Inverse | None, widths: tuple[int, ...]
+) -> Tensor:
+    """Return an inverse as a vector; without an inverse, an empty vector to receive one.
+
+    Args:
+        widths: what ``Inverse.widths_of()`` returns for it.
+    """
     home, dtype = curvature.layer.weight.device, curvature.layer.dtype
-    packings = _packings(curvature)
+    packings = _packings(curvature, widths)
     if inverse is None:
-        return torch.empty(_numbers(curvature), dtype=dtype, device=home)
+        return torch.empty(_numbers(packings), dtype=dtype, device=home)
     parts = [packing.pack(inverse.tensors[key]) for key, packing in packings.items()]
     return torch.cat([part.to(home, dtype) for part in parts])
 
 
-def unpack_inverse(curvature: LayerCurvature, numbers: Tensor) -> Inverse:
+def unpack_inverse(curvature: LayerCurvature, numbers: Tensor, widths: tuple[int, ...]) -> Inverse:
     """Invert ``pack_inverse``.
 
     The owner does this too, because what it computed need not be symmetric to the last bit.
     """
-    packings = _packings(curvature)
+    packings = _packings(curvature, widths)
     parts = numbers.split([packing.numbers for packing in packings.values()])
     named = zip(packings.items(), parts, strict=True)
     return curvature.inverse_class({key: packing.unpack(part) for (key, packing), part in named})
 
 
-def _packings(curvature: LayerCurvature) -> dict[str, Packing]:
+def _packings(curvature: LayerCurvature, widths: tuple[int, ...] = ()) -> dict[str, Packing]:
     triangles = curvature.inverse_class.triangles
     return {
         key: Packing(shape, key in triangles and is_symmetric(shape))
-        for key, shape in curvature.inverse_shapes().items()
+        for key, shape in curvature.inverse_shapes(widths).items()
     }
 
 
-def _numbers(curvature: LayerCurvature) -> int:
-    return sum(packing.numbers for packing in _packings(curvature).values())
+def _numbers(packings: Mapping[str, Packing]) -> int:
+    return sum(packing.numbers for packing in packings.values())
 
 
 def layer_size(curvature: LayerCurvature) -> LayerSize:
@@ -81,7 +88,7 @@ def layer_size(curvature: LayerCurvature) -> LayerSize:
     return LayerSize(
         # Never zero, so that cheap inverses are distributed evenly too.
         max(1.0, per_cube * cubes),
-        bytes_each * _numbers(curvature),
+        bytes_each * _numbers(_packings(curvature)),
         bytes_each * sum(parameter.numel() for parameter in curvature.layer.trained().values()),
         can_be_kept=not curvature.measured_shapes(),
     )

@@ -211,15 +211,33 @@ class RankReducer(Reducer):
                 sent.setdefault(owner, []).append(name)
             else:
                 found[name] = own.get(name) or RemoteInverse()
+        widths = self._widths([name for theirs in sent.values() for name in theirs], own)
         messages = {
             owner: self._ranks.start_broadcast(
-                [pack_inverse(self._layers[n], own.get(n)) for n in theirs], owner, "inverses"
+                [pack_inverse(self._layers[n], own.get(n), widths[n]) for n in theirs],
+                owner,
+                "inverses",
             )
             for owner, theirs in sent.items()
         }
         for owner, theirs in sent.items():
             for name, numbers in zip(theirs, messages[owner].wait(), strict=True):
-                found[name] = unpack_inverse(self._layers[name], numbers)
+                found[name] = unpack_inverse(self._layers[name], numbers, widths[name])
+        return found
+
+    def _widths(
+        self, names: Sequence[str], own: Mapping[str, Inverse]
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the sizes of inverses that only their owners know, by layer."""
+        unknown = [name for name in names if self._layers[name].has_variable_inverse()]
+        found: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())
+        if unknown:
+            mine = [
+                inverse.widths_of(inverse.tensors) if (inverse := own.get(name)) else (0, 0)
+                for name in unknown
+            ]
+            widths = iter(self._ranks.largest([float(width) for pair in mine for width in pair]))
+            found |= {name: (int(next(widths)), int(next(widths))) for name in unknown}
         return found
 
     def is_everywhere(self, name: str) -> bool:

@@ -24,7 +24,7 @@ from kfc.schedule import Budget, Periods, Schedule, longest
 from kfc.statistics.collector import Collector
 from kfc.statistics.hooks import ModelHooks
 
-STATE_VERSION = 8
+STATE_VERSION = 9
 STATE_KEYS = (
     *("steps", "skipped_steps", "generator", "losses", "expected", "replaces_guess"),
     *("budget", "curvature", "inverses"),

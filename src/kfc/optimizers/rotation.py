@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kfc._helpers import moved, require_keys
-from kfc.curvature.kronecker import eigendecompose
+from kfc.curvature.factor import eigendecompose
 from kfc.distributed.reducer import Reducer
 from kfc.fisher.losses import Losses
 from kfc.layers import MatrixLayer, Plan

@@ -1,0 +1,170 @@
+"""Inverses of wide factors from their largest eigenpairs.
+
+Let U (n, r) be the eigenvectors of the r largest eigenvalues Λ of a factor A (n, n), and c the mean
+of the other eigenvalues. A is replaced by A_r = U Λ Uᵀ + c (I - U Uᵀ). With f = 1 / (c + s),
+
+    (A_r + s I)⁻¹ = f I - P Pᵀ,    P = U (f - (Λ + s)⁻¹)^½.
+
+A product takes 2 n r multiply-adds per vector instead of n², and finding U takes about 2 n² r
+instead of the n³ / 3 of a Cholesky decomposition. U comes from subspace iteration that starts from
+the P of the last refresh, because a factor changes slowly.
+
+r is the smallest for which the error of the inverse is within a tolerance. Gradients are sums of
+patches (or derivatives), so their second moments resemble A. For a vector w with the second moments
+A, the exact solution is x = (A + s I)⁻¹ w, and the other one is x + (A_r + s I)⁻¹ (A - A_r) x. The
+error is the root mean square of the difference, relative to that of x.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfc.curvature.factor import eigendecompose, trace
+
+# Narrower factors have an exact inverse.
+NARROWEST = 1100
+# The first r to try, and the largest, relative to n. With more, an exact inverse is as cheap.
+FIRST_SHARE, LARGEST_SHARE = 1 / 32, 1 / 4
+# Random columns that are added to those of the last refresh, to find new directions.
+FEWEST_NEW, NEW_SHARE = 16, 1 / 8
+PROBES = 8
+# r is chosen for this part of the tolerance, so that the next refresh can begin with its columns.
+MARGIN = 0.8
+
+
+def widest(size: int) -> int:
+    """Return the largest number of columns of an inverse of low rank."""
+    return 1 + int(size * LARGEST_SHARE)
+
+
+class Spectrum(NamedTuple):
+    """The largest eigenpairs of a factor A in a subspace, and what is known of the others.
+
+    Attributes:
+        values: (groups, q), in decreasing order.
+        vectors: U, (groups, n, q).
+        residuals: ‖A u - λ u‖² of each pair, (groups, q).
+        outside: traces of B, B² and B³, (groups, 3), where B is A restricted to the complement of
+            the subspace. The first is exact, the others are estimates.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    residuals: Tensor
+    outside: Tensor
+
+    def means_of_rest(self) -> Tensor:
+        """Return c, the mean of all but the first r eigenvalues, for r = 1, ..., q: (groups, q)."""
+        size, count = self.vectors.shape[-2:]
+        left = size - torch.arange(1, count + 1, device=self.values.device)
+        return (sums_after(self.values) + self.outside[:, :1]) / left
+
+    def errors(self, shift: Tensor) -> Tensor:
+        """Return the error of the inverse with the first r pairs, for r = 1, ..., q: (groups, q).
+
+        The mean square of x is λ / (λ + s)² in the direction of a pair. Outside of the subspace it
+        is that with c in place of λ in the denominator.
+        """
+        damping, c = shift.unsqueeze(-1), self.means_of_rest()
+        squares = self.values / (self.values + damping).square()
+        # (Σ over i > r) x² (λ - c)², from the sums of x² λ², x² λ and x².
+        powers = (squares * self.values.square(), squares * self.values, squares)
+        second, first, zeroth = (sums_after(each) for each in powers)
+        dropped = second - 2 * c * first + c.square() * zeroth
+        one, two, three = self.outside.unsqueeze(-1).unbind(1)
+        least = c[:, -1:] + damping
+        beyond = (three - 2 * c * two + c.square() * one) / least.square()
+        coupling = (squares * self.residuals).sum(-1, keepdim=True)
+        whole = squares.sum(-1, keepdim=True) + one / least.square()
+        found = (dropped + beyond + coupling).clamp_min(0) / (c + damping).square() / whole
+        return torch.where(whole == 0, 0, found).sqrt()
+
+
+def sums_after(values: Tensor) -> Tensor:
+    """Return the sum of the entries after each one, along the last dimension."""
+    sums = values.flip(-1).cumsum(-1).flip(-1)
+    return torch.cat([sums[..., 1:], torch.zeros_like(sums[..., :1])], dim=-1)
+
+
+def low_rank_inverse(
+    factor: Tensor, shift: Tensor, tolerance: float, start: Tensor | None = None
+) -> Tensor | None:
+    """Return (A_r + s I)⁻¹ as (f, P), with the smallest r whose error is within the tolerance.
+
+    Args:
+        factor: A, (groups, n, n).
+        shift: s, (groups,).
+        start: (f, P) of an earlier refresh.
+
+    Returns:
+        f and P as columns, (groups, n, 1 + r); ``None`` if r would exceed n / 4 in some group.
+    """
+    size = factor.shape[-1]
+    most = widest(size) - 1
+    generator = torch.Generator().manual_seed(size)
+    columns = None if start is None else start[..., 1:].to(factor)
+    width = round(size * FIRST_SHARE) if columns is None else columns.shape[-1]
+    while True:
+        width = min(most, width + max(FEWEST_NEW, round(width * NEW_SHARE)))
+        known = 0 if columns is None else columns.shape[-1]
+        columns = _widened(columns, factor, width, generator)
+        # New columns alone need a second product to come close to the leading eigenvectors.
+        for _ in range(1 if known else 2):
+            columns = torch.linalg.qr(factor @ columns).Q
+        found = _spectrum(factor, columns, generator)
+        errors = found.errors(shift).amax(0)
+        if errors[-1] <= tolerance:
+            return _inverse(found, shift, 1 + int((errors > MARGIN * tolerance).sum()))
+        if width == most:
+            return None
+        width, columns = min(most, 2 * width), found.vectors
+
+
+def times(inverse: Tensor, right: Tensor) -> Tensor:
+    """Return (f I - P Pᵀ) V from (f, P), for V (groups, n, k)."""
+    columns = inverse[..., 1:]
+    return torch.baddbmm(inverse[..., :1] * right, columns, columns.mT @ right, alpha=-1)
+
+
+def _widened(
+    columns: Tensor | None, factor: Tensor, width: int, generator: torch.Generator
+) -> Tensor:
+    """Return the columns with random ones added to them, (groups, n, width)."""
+    known = 0 if columns is None else columns.shape[-1]
+    shape = (*factor.shape[:-1], max(0, width - known))
+    new = torch.randn(shape, generator=generator).to(factor)
+    return new if columns is None else torch.cat([columns, new], dim=-1)
+
+
+def _spectrum(factor: Tensor, columns: Tensor, generator: torch.Generator) -> Spectrum:
+    """Return the eigenpairs of A restricted to the span of orthonormal columns (groups, n, q)."""
+    product = factor @ columns
+    values, basis = eigendecompose(columns.mT @ product)
+    assert basis is not None
+    values, basis = values.flip(-1), basis.flip(-1)
+    vectors = columns @ basis
+    residuals = (product @ basis - vectors * values.unsqueeze(-2)).square().sum(-2)
+
+    def outside(probes: Tensor) -> Tensor:
+        return probes - vectors @ (vectors.mT @ probes)
+
+    noise = outside(torch.randn(*factor.shape[:-1], PROBES, generator=generator).to(factor))
+    once = outside(factor @ noise)
+    twice = outside(factor @ once)
+    first = trace(factor) - values.sum(-1)
+    moments = [(one * other).sum((-2, -1)) / PROBES for one, other in ((once, once), (once, twice))]
+    traces = torch.stack([first, *moments], dim=-1).clamp_min(0)
+    return Spectrum(values, vectors, residuals, traces)
+
+
+def _inverse(found: Spectrum, shift: Tensor, rank: int) -> Tensor:
+    """Return (A_r + s I)⁻¹ as (f, P), (groups, n, 1 + r), with r at most q."""
+    rank = min(rank, found.values.shape[-1])
+    floor = 1 / (found.means_of_rest()[:, rank - 1 : rank] + shift.unsqueeze(-1))
+    kept = 1 / (found.values[:, :rank] + shift.unsqueeze(-1))
+    columns = found.vectors[..., :rank] * (floor - kept).clamp_min(0).sqrt().unsqueeze(-2)
+    first = floor.unsqueeze(-2).expand(*columns.shape[:-1], 1)
+    return torch.cat([first, columns], dim=-1)

@@ -1,0 +1,297 @@
+"""Inverses of wide factors from leading eigenpairs, compared with dense solves in float64."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+import kfc
+from kfc.curvature.kronecker import DampedInverse, FactoredInverse, Factors, Form
+from kfc.curvature.low_rank import (
+    NARROWEST,
+    Spectrum,
+    _inverse,
+    _spectrum,
+    low_rank_inverse,
+    times,
+    widest,
+)
+from ranks import run_ranks
+
+SIZE = 300
+DAMPING = torch.tensor([0.1, 0.02], dtype=torch.float64)
+
+
+def decaying_factor(size=SIZE, groups=2, power=2.0, seed=0):
+    """Return factors with the eigenvalues 1, 2^-power, 3^-power, ..., and roots of them."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(groups, size, size, generator=generator, dtype=torch.float64)
+    basis = torch.linalg.qr(noise).Q
+    values = torch.arange(1, size + 1, dtype=torch.float64) ** -power
+    return (basis * values) @ basis.mT, basis * values.sqrt()
+
+
+def damped(factor, shift=DAMPING):
+    return factor + shift.view(-1, 1, 1) * torch.eye(factor.shape[-1], dtype=factor.dtype)
+
+
+def relative_errors(inverse, factor, root, shift=DAMPING):
+    """Return the error of solutions for right-hand sides with the second moments of the factor."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (len(root), root.shape[-1], 400)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    exact = torch.linalg.solve(damped(factor, shift), root @ noise)
+    difference = times(inverse, root @ noise) - exact
+    return (difference.square().sum((1, 2)) / exact.square().sum((1, 2))).sqrt()
+
+
+def test_a_product_is_that_of_the_dense_matrix():
+    matrix, right = torch.randn(2, 6, 1 + 3).double(), torch.randn(2, 6, 5).double()
+    matrix[..., 0] = torch.tensor([[2.0], [3.0]])
+    columns = matrix[..., 1:]
+    dense = matrix[..., :1] * torch.eye(6) - columns @ columns.mT
+    assert_close(times(matrix, right), dense @ right)
+
+
+def test_it_is_the_inverse_with_the_mean_in_place_of_the_small_eigenvalues():
+    factor, _ = decaying_factor()
+    matrix = low_rank_inverse(factor, DAMPING, 1e-2)
+    rank = matrix.shape[-1] - 1
+    values, basis = torch.linalg.eigh(factor)
+    values[:, :-rank] = values[:, :-rank].mean(1, keepdim=True)
+    replaced = (basis * values.unsqueeze(1)) @ basis.mT
+    one = torch.eye(SIZE, dtype=torch.float64).expand(2, -1, -1)
+    found, expected = times(matrix, one), torch.linalg.inv(damped(replaced))
+    # Subspace iteration finds the last of the eigenvectors less accurately than the first.
+    assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("tolerance", [0.2, 0.05, 0.02])
+def test_the_error_is_close_to_the_tolerance_and_the_rank_no_larger_than_needed(tolerance):
+    factor, root = decaying_factor()
+    matrix = low_rank_inverse(factor, DAMPING, tolerance)
+    errors = relative_errors(matrix, factor, root)
+    assert errors.max() <= tolerance
+    fewer = _inverse(_spectrum_of(factor), DAMPING, matrix.shape[-1] - 3)
+    assert relative_errors(fewer, factor, root).max() > 0.7 * tolerance
+
+
+def _spectrum_of(factor):
+    """Return all that the module estimates, from the exact eigenpairs."""
+    values, vectors = (part.flip(-1) for part in torch.linalg.eigh(factor))
+    none = torch.zeros_like(values)
+    return Spectrum(values, vectors, none, torch.zeros(len(factor), 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("power", [1.2, 1.5, 2.0])
+@pytest.mark.parametrize("passes", [1, 2, 4])
+def test_the_error_is_estimated_well(power, passes):
+    factor, root = decaying_factor(power=power)
+    generator = torch.Generator().manual_seed(3)
+    columns = torch.randn(2, SIZE, 60, generator=generator, dtype=torch.float64)
+    for _ in range(passes):
+        columns = torch.linalg.qr(factor @ columns).Q
+    found = _spectrum(factor, columns, generator)
+    estimates = found.errors(DAMPING)
+    for rank in (30, 60):
+        expected = relative_errors(_inverse(found, DAMPING, rank), factor, root)
+        ratios = estimates[:, rank - 1] / expected
+        assert ratios.min() > 0.8
+        assert ratios.max() < 1.4
+
+
+def test_a_refresh_starts_from_the_last_one_and_keeps_the_tolerance():
+    factor, root = decaying_factor()
+    other, other_root = decaying_factor(seed=5)
+    matrix = low_rank_inverse(factor, DAMPING, 0.05)
+    for weight in (0.1, 0.3, 0.5):
+        mixed = (1 - weight) * factor + weight * other
+        both = torch.cat([(1 - weight) ** 0.5 * root, weight**0.5 * other_root], dim=2)
+        matrix = low_rank_inverse(mixed, DAMPING, 0.05, start=matrix)
+        assert relative_errors(matrix, mixed, both).max() <= 0.05
+
+
+def test_a_start_saves_products():
+    factor, _ = decaying_factor(600, groups=1)
+    counted = []
+
+    class Counting(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func in (torch.Tensor.matmul, torch.Tensor.__matmul__) and args[0] is watched:
+                counted.append(args[1].shape[-1])
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    watched = factor.as_subclass(Counting)
+    first = low_rank_inverse(watched, DAMPING[:1], 0.05)
+    cold = sum(counted)
+    counted.clear()
+    low_rank_inverse(watched, DAMPING[:1], 0.05, start=first.as_subclass(torch.Tensor))
+    assert sum(counted) < cold
+
+
+def test_a_flat_spectrum_has_no_inverse_of_low_rank():
+    values = torch.linspace(1, 2, SIZE, dtype=torch.float64)
+    assert low_rank_inverse(values.diag()[None], DAMPING[:1] * 1e-3, 0.05) is None
+
+
+def test_no_damping_of_a_singular_factor_leaves_it_to_the_exact_inverse():
+    factor, _ = decaying_factor(groups=1)
+    values, basis = torch.linalg.eigh(factor)
+    values[:, :-5] = 0
+    singular = (basis * values.unsqueeze(1)) @ basis.mT
+    found = low_rank_inverse(singular, torch.zeros(1, dtype=torch.float64), 0.05)
+    assert found is None or torch.isfinite(found).all()
+
+
+def test_a_factor_of_zeros_is_inverted_by_its_damping():
+    zero = torch.zeros(1, SIZE, SIZE)
+    found = times(low_rank_inverse(zero, torch.tensor([0.5]), 0.05), torch.ones(1, SIZE, 1))
+    assert_close(found, torch.full((1, SIZE, 1), 2.0))
+
+
+def test_it_is_unscaled_like_the_dense_inverse():
+    factor, _ = decaying_factor()
+    matrix, right = low_rank_inverse(factor, DAMPING, 0.05), torch.randn(2, SIZE, 3).double()
+    scale = torch.eye(SIZE, dtype=torch.float64)
+    scale[0, 0] = 3.0
+    inverse = scale.inverse()
+    expected = inverse @ times(matrix, inverse @ right)
+    assert_close(DampedInverse(matrix, Form.LOW_RANK).unscaled(3.0).times(right), expected)
+
+
+def wide_factors():
+    activation, _ = decaying_factor(NARROWEST + 5, groups=1)
+    derivative, _ = decaying_factor(6, groups=1)
+    return Factors(activation, derivative)
+
+
+def test_only_wide_factors_are_of_low_rank():
+    factors = wide_factors()
+    exact, cheap = (FactoredInverse.of(factors, 1e-3, tolerance=t) for t in (None, 0.05))
+    assert [exact.activation.form, exact.derivative.form] == [Form.CHOLESKY] * 2
+    assert [cheap.activation.form, cheap.derivative.form] == [Form.LOW_RANK, Form.CHOLESKY]
+    again = FactoredInverse.of(factors, 1e-3, tolerance=0.05, previous=cheap)
+    gradient = torch.randn(1, 6, NARROWEST + 5).double() @ factors.activation
+    expected = exact.apply(gradient)
+    for inverse in (cheap, again):
+        assert (inverse.apply(gradient) - expected).norm() < 0.05 * expected.norm()
+
+
+def test_the_damping_of_a_bias_is_its_own():
+    factors, ratio = wide_factors(), 50.0
+    exact, cheap = (FactoredInverse.of(factors, 1e-3, ratio, tolerance=t) for t in (None, 0.01))
+    assert cheap.activation.form is Form.LOW_RANK
+    gradient = torch.randn(1, 6, NARROWEST + 5).double() @ factors.activation
+    expected = exact.apply(gradient)
+    assert (cheap.apply(gradient) - expected).norm() < 0.02 * expected.norm()
+
+
+# In training
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(NARROWEST, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def batch(seed, rows=64):
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.arange(1, NARROWEST + 1, dtype=torch.float64) ** -0.75
+    images = 3 * scales * torch.randn(rows, NARROWEST, generator=generator, dtype=torch.float64)
+    return images, torch.randint(3, (rows,), generator=generator)
+
+
+def train(model, optimizer, seeds, run=None, where=slice(None)):
+    for seed in seeds:
+        images, labels = (part[where] for part in batch(seed))
+        optimizer.zero_grad()
+        F.cross_entropy((run or model)(images), labels).backward()
+        optimizer.step()
+
+
+def forms(optimizer):
+    layers = optimizer.engine.curvature.layers
+    return {name: layer.state.inverse.activation.form for name, layer in layers.items()}
+
+
+def test_natural_gradients_are_within_the_tolerance_of_exact_ones():
+    found = {}
+    for error in (None, 0.05):
+        model = network()
+        curvature = kfc.Kronecker(inverse_error=error, factor_decay=0.5)
+        preconditioner = kfc.Preconditioner(
+            model, curvature=curvature, seed=0, schedule=kfc.Periods(1, 1)
+        )
+        for seed in range(4):
+            images, labels = batch(seed, rows=512)
+            model.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            preconditioner.step()
+        found[error] = model[0].weight.grad.clone()
+        assert (forms(preconditioner)["0"] is Form.LOW_RANK) == (error is not None)
+    assert (found[0.05] - found[None]).norm() < 0.06 * found[None].norm()
+
+
+@pytest.mark.parametrize("parallel", [None, kfc.Parallel(asynchronous=True, deterministic=True)])
+def test_a_run_resumes_bit_for_bit(parallel):
+    def new():
+        model = network()
+        schedule = kfc.Periods(1, 2)
+        return model, kfc.KFC(model, seed=0, schedule=schedule, parallel=parallel)
+
+    model, optimizer = new()
+    train(model, optimizer, range(5))
+    assert forms(optimizer)["0"] is Form.LOW_RANK
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    train(model, optimizer, range(5, 10))
+    other, resumed = new()
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    train(other, resumed, range(5, 10))
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_state_with_too_many_columns_is_refused():
+    model = network()
+    optimizer = kfc.KFC(model, seed=0)
+    train(model, optimizer, range(2))
+    state = optimizer.state_dict()
+    inverse = state["curvature"]["curvature"]["layers"]["0"]["inverse"]
+    inverse["activation"] = torch.zeros(1, NARROWEST + 1, widest(NARROWEST + 1) + 1)
+    with pytest.raises(ValueError, match="activation"):
+        optimizer.load_state_dict(state)
+
+
+def trained_on_ranks(rank, size):
+    found = {}
+    for placement in ("shared", "gradients", "replicated"):
+        model = network()
+        wrapper = DistributedDataParallel(model)
+        parallel = kfc.Parallel(placement=placement)
+        optimizer = kfc.KFC(wrapper, seed=0, schedule=kfc.Periods(1, 2), parallel=parallel)
+        train(model, optimizer, range(5), wrapper, slice(rank * 32, rank * 32 + 32))
+        found[placement] = [p.detach().clone() for p in model.parameters()]
+    return found
+
+
+def test_ranks_share_inverses_of_low_rank():
+    first, second = run_ranks(trained_on_ranks, 2, 2, timeout=120)
+    for placement, parameters in first.items():
+        for one, two in zip(parameters, second[placement], strict=True):
+            assert torch.equal(one, two), placement
+        for one, two in zip(parameters, first["replicated"], strict=True):
+            assert_close(one, two)
+
+
+def test_the_description_shows_the_memory_of_the_inverse_in_use():
+    model = network()
+    optimizer = kfc.KFC(model, seed=0)
+    before = optimizer.describe().splitlines()[-1]
+    train(model, optimizer, range(2))
+    assert optimizer.describe().splitlines()[-1] != before
