@@ -7,14 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kfc.curvature.damped import invert_shifted
 from kfc.curvature.factor import eigendecompose
-from kfc.curvature.kronecker import (
-    EigenInverse,
-    FactoredInverse,
-    Factors,
-    factor_balance,
-    invert_shifted,
-)
+from kfc.curvature.kronecker import EigenInverse, FactoredInverse, Factors, factor_balance
 
 DOUBLE = torch.float64
 

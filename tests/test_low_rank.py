@@ -10,10 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import kfc
-from kfc.curvature.kronecker import DampedInverse, FactoredInverse, Factors, Form
+from kfc.curvature.damped import DampedInverse, Form
+from kfc.curvature.kronecker import FactoredInverse, Factors
 from kfc.curvature.low_rank import (
     NARROWEST,
-    Spectrum,
     _inverse,
     _spectrum,
     low_rank_inverse,
@@ -57,34 +57,27 @@ def test_a_product_is_that_of_the_dense_matrix():
     assert_close(times(matrix, right), dense @ right)
 
 
-def test_it_is_the_inverse_with_the_mean_in_place_of_the_small_eigenvalues():
+def test_it_is_the_inverse_with_the_best_number_in_place_of_the_small_eigenvalues():
     factor, _ = decaying_factor()
     matrix = low_rank_inverse(factor, DAMPING, 1e-2)
     rank = matrix.shape[-1] - 1
     values, basis = torch.linalg.eigh(factor)
-    values[:, :-rank] = values[:, :-rank].mean(1, keepdim=True)
-    replaced = (basis * values.unsqueeze(1)) @ basis.mT
-    one = torch.eye(SIZE, dtype=torch.float64).expand(2, -1, -1)
-    found, expected = times(matrix, one), torch.linalg.inv(damped(replaced))
+    inverses, small = 1 / (values + DAMPING.unsqueeze(-1)), values[:, :-rank]
+    mean = (small * inverses[:, :-rank]).sum(1, keepdim=True) / small.sum(1, keepdim=True)
+    inverses[:, :-rank] = mean
+    expected = (basis * inverses.unsqueeze(1)) @ basis.mT
+    found = times(matrix, torch.eye(SIZE, dtype=torch.float64).expand(2, -1, -1))
     # Subspace iteration finds the last of the eigenvectors less accurately than the first.
     assert (found - expected).norm() < 0.02 * expected.norm()
 
 
 @pytest.mark.parametrize("tolerance", [0.2, 0.05, 0.02])
-def test_the_error_is_close_to_the_tolerance_and_the_rank_no_larger_than_needed(tolerance):
+def test_the_error_is_close_to_the_tolerance(tolerance):
     factor, root = decaying_factor()
     matrix = low_rank_inverse(factor, DAMPING, tolerance)
     errors = relative_errors(matrix, factor, root)
     assert errors.max() <= tolerance
-    fewer = _inverse(_spectrum_of(factor), DAMPING, matrix.shape[-1] - 3)
-    assert relative_errors(fewer, factor, root).max() > 0.7 * tolerance
-
-
-def _spectrum_of(factor):
-    """Return all that the module estimates, from the exact eigenpairs."""
-    values, vectors = (part.flip(-1) for part in torch.linalg.eigh(factor))
-    none = torch.zeros_like(values)
-    return Spectrum(values, vectors, none, torch.zeros(len(factor), 3, dtype=torch.float64))
+    assert errors.max() > 0.6 * tolerance
 
 
 @pytest.mark.parametrize("power", [1.2, 1.5, 2.0])
@@ -96,9 +89,10 @@ def test_the_error_is_estimated_well(power, passes):
     for _ in range(passes):
         columns = torch.linalg.qr(factor @ columns).Q
     found = _spectrum(factor, columns, generator)
-    estimates = found.errors(DAMPING)
+    levels, estimates = found.levels_and_errors(DAMPING)
     for rank in (30, 60):
-        expected = relative_errors(_inverse(found, DAMPING, rank), factor, root)
+        inverse = _inverse(found, DAMPING, levels[:, rank - 1 : rank], rank)
+        expected = relative_errors(inverse, factor, root)
         ratios = estimates[:, rank - 1] / expected
         assert ratios.min() > 0.8
         assert ratios.max() < 1.4
@@ -134,9 +128,9 @@ def test_a_start_saves_products():
     assert sum(counted) < cold
 
 
-def test_a_flat_spectrum_has_no_inverse_of_low_rank():
-    values = torch.linspace(1, 2, SIZE, dtype=torch.float64)
-    assert low_rank_inverse(values.diag()[None], DAMPING[:1] * 1e-3, 0.05) is None
+def test_a_spectrum_far_above_the_damping_has_no_inverse_of_low_rank():
+    values = torch.logspace(0, -9, SIZE, dtype=torch.float64)
+    assert low_rank_inverse(values.diag()[None], DAMPING[:1] * 1e-9, 0.05) is None
 
 
 def test_no_damping_of_a_singular_factor_leaves_it_to_the_exact_inverse():
@@ -173,8 +167,8 @@ def wide_factors():
 def test_only_wide_factors_are_of_low_rank():
     factors = wide_factors()
     exact, cheap = (FactoredInverse.of(factors, 1e-3, tolerance=t) for t in (None, 0.05))
-    assert [exact.activation.form, exact.derivative.form] == [Form.CHOLESKY] * 2
-    assert [cheap.activation.form, cheap.derivative.form] == [Form.LOW_RANK, Form.CHOLESKY]
+    assert [exact.activation.form, exact.derivative.form] == [Form.CHOLESKY, Form.EXPLICIT]
+    assert [cheap.activation.form, cheap.derivative.form] == [Form.LOW_RANK, Form.EXPLICIT]
     again = FactoredInverse.of(factors, 1e-3, tolerance=0.05, previous=cheap)
     gradient = torch.randn(1, 6, NARROWEST + 5).double() @ factors.activation
     expected = exact.apply(gradient)
@@ -228,13 +222,13 @@ def test_natural_gradients_are_within_the_tolerance_of_exact_ones():
             model, curvature=curvature, seed=0, schedule=kfc.Periods(1, 1)
         )
         for seed in range(4):
-            images, labels = batch(seed, rows=512)
+            images, labels = batch(seed, rows=2048)
             model.zero_grad()
             F.cross_entropy(model(images), labels).backward()
             preconditioner.step()
         found[error] = model[0].weight.grad.clone()
         assert (forms(preconditioner)["0"] is Form.LOW_RANK) == (error is not None)
-    assert (found[0.05] - found[None]).norm() < 0.06 * found[None].norm()
+    assert (found[0.05] - found[None]).norm() < 0.1 * found[None].norm()
 
 
 @pytest.mark.parametrize("parallel", [None, kfc.Parallel(asynchronous=True, deterministic=True)])

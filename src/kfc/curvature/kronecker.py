@@ -14,17 +14,15 @@ what is kept of the inverse. With s = 1, nothing is multiplied.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from enum import IntEnum
+from collections.abc import Mapping
 from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from kfc.curvature.damped import DampedInverse, Form, invert_shifted
 from kfc.curvature.factor import (
     Shape,
-    add_to_diagonal,
-    cholesky,
     eigendecompose,
     is_diagonal,
     mean_eigenvalue,
@@ -32,7 +30,7 @@ from kfc.curvature.factor import (
     scale_first,
     scale_first_row,
 )
-from kfc.curvature.low_rank import NARROWEST, low_rank_inverse, times, widest
+from kfc.curvature.low_rank import NARROWEST, widest
 
 
 class Factors(NamedTuple):
@@ -169,8 +167,8 @@ class FactoredInverse(KroneckerInverse):
     """Γ_damped⁻¹ V Ω_damped⁻¹ (eqn 11) from Cholesky decompositions or from leading eigenpairs.
 
     Wide factors are inverted by ``kfc.curvature.low_rank`` if a tolerance is given, the others by
-    Cholesky decompositions of the damped factors. Explicit inverses would take three times as long
-    to compute, and as long to apply.
+    Cholesky decompositions of the damped factors. A factor that is not larger than the other one
+    gets its explicit inverse, which takes longer to compute but less time to apply.
 
     If the bias has a damping of its own, Ω_damped = Ω + π √δ S², with the π of Ω̃ and Γ: the
     dampings of the bias's coordinate in Ω and Γ multiply to δ_bias.
@@ -204,6 +202,10 @@ class FactoredInverse(KroneckerInverse):
             starts = previous.activation, previous.derivative
         shifts = damping_shifts(factors, damping)
         inverses = invert_shifted(factors, shifts, tolerance, starts)
+        # The explicit inverse takes ⅔ n³ more multiply-adds, and each product n² per vector.
+        sizes = [factor.shape[-1] for factor in factors]
+        explicit = [own <= other for own, other in zip(sizes, reversed(sizes), strict=True)]
+        inverses = [i.explicit() if e else i for i, e in zip(inverses, explicit, strict=True)]
         if bias_ratio != 1:
             inverses[0] = inverses[0].unscaled(bias_ratio**0.5)
         tensors = {n: i.matrix for n, i in zip(Factors._fields, inverses, strict=True)}
@@ -292,104 +294,3 @@ class EigenInverse(KroneckerInverse):
 
 
 INVERSES: dict[str, type[KroneckerInverse]] = {"factored": FactoredInverse, "eigen": EigenInverse}
-
-
-class Form(IntEnum):
-    """What the matrix of a ``DampedInverse`` is."""
-
-    CHOLESKY = 0
-    EXPLICIT = 1
-    LOW_RANK = 2
-
-
-class DampedInverse(NamedTuple):
-    """(factor + shift I)⁻¹, ready to be applied.
-
-    Attributes:
-        matrix: the lower Cholesky factor of factor + shift I, (groups, n, n); or the inverse
-            itself, or its diagonal (groups, n); or what ``low_rank_inverse`` returns.
-    """
-
-    matrix: Tensor
-    form: Form
-
-    def times(self, right: Tensor) -> Tensor:
-        """Return the inverse times (groups, n, k)."""
-        if self.form is Form.CHOLESKY:
-            return torch.cholesky_solve(right, self.matrix)
-        if self.form is Form.LOW_RANK:
-            return times(self.matrix, right)
-        if is_diagonal(self.matrix):
-            return self.matrix.unsqueeze(-1) * right
-        return self.matrix @ right
-
-    def unscaled(self, scale: float) -> DampedInverse:
-        """Return the inverse of S (factor + shift I) S with S = diag(scale, 1, ..., 1)."""
-        if self.form is Form.CHOLESKY:
-            return self._replace(matrix=scale_first_row(self.matrix, scale))  # S L (S L)ᵀ
-        if self.form is Form.LOW_RANK:
-            matrix = scale_first_row(self.matrix, 1 / scale)
-            matrix[:, 0, 0] /= scale  # S⁻¹ (f I - P Pᵀ) S⁻¹
-            return self._replace(matrix=matrix)
-        return self._replace(matrix=scale_first(self.matrix, 1 / scale))
-
-    def columns(self) -> Tensor | None:
-        """Return the matrix if it is one of low rank, to begin the next one with."""
-        return self.matrix if self.form is Form.LOW_RANK else None
-
-
-def invert_shifted(
-    factors: Sequence[Tensor],
-    shifts: Sequence[Tensor],
-    tolerance: float | None = None,
-    starts: Sequence[DampedInverse | None] | None = None,
-) -> list[DampedInverse]:
-    """Return (factor + shift I)⁻¹ for positive semi-definite factors; always finite.
-
-    Uses Cholesky decompositions in the factors' own precision where they are accurate, and a slower
-    method elsewhere. All decompositions start before the host waits for any of them.
-
-    Args:
-        tolerance: the allowed error of inverses of wide factors; ``None``: exact inverses.
-        starts: earlier inverses of the factors.
-    """
-    found: dict[int, DampedInverse] = {}
-    roots: dict[int, tuple[Tensor, Tensor]] = {}
-    starts = starts or [None] * len(factors)
-    for index, (factor, shift, start) in enumerate(zip(factors, shifts, starts, strict=True)):
-        if is_diagonal(factor):
-            found[index] = DampedInverse(
-                reciprocal_or_zero(add_to_diagonal(factor, shift)), Form.EXPLICIT
-            )
-            continue
-        cheap = None
-        if tolerance is not None and factor.shape[-1] >= NARROWEST:
-            cheap = low_rank_inverse(factor, shift, tolerance, start and start.columns())
-        if cheap is not None:
-            found[index] = DampedInverse(cheap, Form.LOW_RANK)
-        else:
-            roots[index] = cholesky(add_to_diagonal(factor, shift))
-    flags = [trusted for _, trusted in roots.values()]
-    are_trusted = torch.stack(flags).tolist() if flags else []
-    for (index, (lower, _)), trusted in zip(roots.items(), are_trusted, strict=True):
-        if trusted:
-            found[index] = DampedInverse(lower, Form.CHOLESKY)
-        else:
-            careful = _invert_carefully(factors[index], shifts[index])
-            found[index] = DampedInverse(careful, Form.EXPLICIT)
-    return [found[index] for index in range(len(factors))]
-
-
-def _invert_carefully(factor: Tensor, shift: Tensor) -> Tensor:
-    """Return the explicit inverse, which survives rounding better than a Cholesky factor."""
-    # On the CPU: this case is rare, and not every device has float64.
-    wide, wide_shift = (part.to("cpu", torch.float64) for part in (factor, shift))
-    lower, trusted = cholesky(add_to_diagonal(wide, wide_shift))
-    if trusted:
-        return torch.cholesky_inverse(lower).to(factor)
-    # Eigenvalues that are rounding errors in the factor's own precision become zero, so that
-    # only the shift remains; without a shift, this is the pseudo-inverse.
-    values, basis = eigendecompose(wide, precision=torch.finfo(factor.dtype).eps)
-    assert basis is not None
-    reciprocals = reciprocal_or_zero(values + wide_shift.unsqueeze(-1))
-    return ((basis * reciprocals.unsqueeze(-2)) @ basis.mT).to(factor)

@@ -1,7 +1,8 @@
 """Inverses of wide factors from their largest eigenpairs.
 
-Let U (n, r) be the eigenvectors of the r largest eigenvalues Λ of a factor A (n, n), and c the mean
-of the other eigenvalues. A is replaced by A_r = U Λ Uᵀ + c (I - U Uᵀ). With f = 1 / (c + s),
+Let U (n, r) be the eigenvectors of the r largest eigenvalues Λ of a factor A (n, n). A is replaced
+by A_r = U Λ Uᵀ + c (I - U Uᵀ), with a number c in place of the other eigenvalues. With
+f = 1 / (c + s),
 
     (A_r + s I)⁻¹ = f I - P Pᵀ,    P = U (f - (Λ + s)⁻¹)^½.
 
@@ -9,10 +10,12 @@ A product takes 2 n r multiply-adds per vector instead of n², and finding U tak
 instead of the n³ / 3 of a Cholesky decomposition. U comes from subspace iteration that starts from
 the P of the last refresh, because a factor changes slowly.
 
-r is the smallest for which the error of the inverse is within a tolerance. Gradients are sums of
-patches (or derivatives), so their second moments resemble A. For a vector w with the second moments
-A, the exact solution is x = (A + s I)⁻¹ w, and the other one is x + (A_r + s I)⁻¹ (A - A_r) x. The
-error is the root mean square of the difference, relative to that of x.
+r is the smallest for which the error of the inverse is within a tolerance, up to a limit. Gradients
+are sums of patches (or derivatives), so their second moments resemble A. For a vector w with the
+second moments A, the exact solution is x = (A + s I)⁻¹ w, and the other one is
+x + (A_r + s I)⁻¹ (A - A_r) x. The error is the root mean square of the difference, relative to that
+of x, and c makes it smallest: 1 / (c + s) is the mean of 1 / (λ + s) over the other eigenvalues,
+with weights λ.
 """
 
 from __future__ import annotations
@@ -26,8 +29,10 @@ from kfc.curvature.factor import eigendecompose, trace
 
 # Narrower factors have an exact inverse.
 NARROWEST = 1100
-# The first r to try, and the largest, relative to n. With more, an exact inverse is as cheap.
-FIRST_SHARE, LARGEST_SHARE = 1 / 32, 1 / 4
+# The largest r: this part of n, but not less than LARGEST_ALWAYS.
+LARGEST_SHARE, LARGEST_ALWAYS = 1 / 32, 128
+# If the error is larger with the largest r, an exact inverse is used.
+LARGEST_ERROR = 0.5
 # Random columns that are added to those of the last refresh, to find new directions.
 FEWEST_NEW, NEW_SHARE = 16, 1 / 8
 PROBES = 8
@@ -37,7 +42,7 @@ MARGIN = 0.8
 
 def widest(size: int) -> int:
     """Return the largest number of columns of an inverse of low rank."""
-    return 1 + int(size * LARGEST_SHARE)
+    return 1 + max(LARGEST_ALWAYS, int(size * LARGEST_SHARE))
 
 
 class Spectrum(NamedTuple):
@@ -56,31 +61,29 @@ class Spectrum(NamedTuple):
     residuals: Tensor
     outside: Tensor
 
-    def means_of_rest(self) -> Tensor:
-        """Return c, the mean of all but the first r eigenvalues, for r = 1, ..., q: (groups, q)."""
-        size, count = self.vectors.shape[-2:]
-        left = size - torch.arange(1, count + 1, device=self.values.device)
-        return (sums_after(self.values) + self.outside[:, :1]) / left
+    def levels_and_errors(self, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """Return c and the error of the inverse with the first r pairs, for r = 1, ..., q.
 
-    def errors(self, shift: Tensor) -> Tensor:
-        """Return the error of the inverse with the first r pairs, for r = 1, ..., q: (groups, q).
-
-        The mean square of x is λ / (λ + s)² in the direction of a pair. Outside of the subspace it
-        is that with c in place of λ in the denominator.
+        Both are (groups, q). The mean square of x is λ / (λ + s)² in the direction of a pair.
+        Outside of the subspace, the mean of B's eigenvalues is taken for the λ of the denominator.
         """
-        damping, c = shift.unsqueeze(-1), self.means_of_rest()
+        damping, (size, count) = shift.unsqueeze(-1), self.vectors.shape[-2:]
         squares = self.values / (self.values + damping).square()
-        # (Σ over i > r) x² (λ - c)², from the sums of x² λ², x² λ and x².
-        powers = (squares * self.values.square(), squares * self.values, squares)
-        second, first, zeroth = (sums_after(each) for each in powers)
+        mean = self.outside[:, :1] / max(1, size - count)
+        # Sums of x², x² λ and x² λ² over all directions but the first r
+        powers = (squares, squares * self.values, squares * self.values.square())
+        beyond = (self.outside / (mean + damping).square()).unsqueeze(-1).unbind(1)
+        zeroth, first, second = (
+            sums_after(each) + rest for each, rest in zip(powers, beyond, strict=True)
+        )
+        # The minimum of the mean square of (λ - c) x / (c + s)
+        below = first + damping * zeroth
+        c = torch.where(below > 0, (second + damping * first) / below, 0)
         dropped = second - 2 * c * first + c.square() * zeroth
-        one, two, three = self.outside.unsqueeze(-1).unbind(1)
-        least = c[:, -1:] + damping
-        beyond = (three - 2 * c * two + c.square() * one) / least.square()
         coupling = (squares * self.residuals).sum(-1, keepdim=True)
-        whole = squares.sum(-1, keepdim=True) + one / least.square()
-        found = (dropped + beyond + coupling).clamp_min(0) / (c + damping).square() / whole
-        return torch.where(whole == 0, 0, found).sqrt()
+        whole = squares.sum(-1, keepdim=True) + beyond[0]
+        errors = (dropped + coupling).clamp_min(0) / (c + damping).square() / whole
+        return c, torch.where(whole == 0, 0, errors).sqrt()
 
 
 def sums_after(values: Tensor) -> Tensor:
@@ -94,33 +97,40 @@ def low_rank_inverse(
 ) -> Tensor | None:
     """Return (A_r + s I)⁻¹ as (f, P), with the smallest r whose error is within the tolerance.
 
+    r is limited by ``widest()``; then the error may be larger.
+
     Args:
         factor: A, (groups, n, n).
         shift: s, (groups,).
         start: (f, P) of an earlier refresh.
 
     Returns:
-        f and P as columns, (groups, n, 1 + r); ``None`` if r would exceed n / 4 in some group.
+        f and P as columns, (groups, n, 1 + r); ``None`` if the error exceeds LARGEST_ERROR.
     """
     size = factor.shape[-1]
     most = widest(size) - 1
     generator = torch.Generator().manual_seed(size)
     columns = None if start is None else start[..., 1:].to(factor)
-    width = round(size * FIRST_SHARE) if columns is None else columns.shape[-1]
+    width = most
+    if columns is not None:
+        known = columns.shape[-1]
+        width = min(most, known + max(FEWEST_NEW, round(known * NEW_SHARE)))
     while True:
-        width = min(most, width + max(FEWEST_NEW, round(width * NEW_SHARE)))
-        known = 0 if columns is None else columns.shape[-1]
+        # Random columns alone need a second product to come close to the leading eigenvectors.
+        passes = 2 if columns is None else 1
         columns = _widened(columns, factor, width, generator)
-        # New columns alone need a second product to come close to the leading eigenvectors.
-        for _ in range(1 if known else 2):
+        for _ in range(passes):
             columns = torch.linalg.qr(factor @ columns).Q
         found = _spectrum(factor, columns, generator)
-        errors = found.errors(shift).amax(0)
-        if errors[-1] <= tolerance:
-            return _inverse(found, shift, 1 + int((errors > MARGIN * tolerance).sum()))
-        if width == most:
-            return None
-        width, columns = min(most, 2 * width), found.vectors
+        levels, errors = found.levels_and_errors(shift)
+        errors = errors.amax(0)
+        if errors[-1] <= tolerance or width == most:
+            break
+        width, columns = most, found.vectors
+    if not errors[-1] <= max(tolerance, LARGEST_ERROR):
+        return None
+    rank = min(len(errors), 1 + int((errors > MARGIN * tolerance).sum()))
+    return _inverse(found, shift, levels[:, rank - 1 : rank], rank)
 
 
 def times(inverse: Tensor, right: Tensor) -> Tensor:
@@ -160,10 +170,9 @@ def _spectrum(factor: Tensor, columns: Tensor, generator: torch.Generator) -> Sp
     return Spectrum(values, vectors, residuals, traces)
 
 
-def _inverse(found: Spectrum, shift: Tensor, rank: int) -> Tensor:
-    """Return (A_r + s I)⁻¹ as (f, P), (groups, n, 1 + r), with r at most q."""
-    rank = min(rank, found.values.shape[-1])
-    floor = 1 / (found.means_of_rest()[:, rank - 1 : rank] + shift.unsqueeze(-1))
+def _inverse(found: Spectrum, shift: Tensor, level: Tensor, rank: int) -> Tensor:
+    """Return (A_r + s I)⁻¹ as (f, P), (groups, n, 1 + r), with c = level (groups, 1)."""
+    floor = 1 / (level + shift.unsqueeze(-1))
     kept = 1 / (found.values[:, :rank] + shift.unsqueeze(-1))
     columns = found.vectors[..., :rank] * (floor - kept).clamp_min(0).sqrt().unsqueeze(-2)
     first = floor.unsqueeze(-2).expand(*columns.shape[:-1], 1)

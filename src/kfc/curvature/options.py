@@ -111,9 +111,10 @@ class Kronecker(FactorApproximation):
             ``averaging_timescale`` of the optimizer, as in Algorithm 1.
         inverse: ``"factored"`` damps each factor (Cholesky decompositions); ``"eigen"`` adds the
             damping to the products of eigenvalues exactly.
-        inverse_error: the allowed error of the ``"factored"`` inverse of a factor wider than 1,100,
+        inverse_error: the error of the ``"factored"`` inverse of a factor wider than 1,100,
             relative to the natural gradient. It is inverted from its leading eigenpairs, as many as
-            needed, which is faster and takes less memory. ``None``: exact.
+            needed but at most n / 32 or 128, which is faster and takes less memory. ``None``:
+            exact.
         max_factor_size: wider factors keep their diagonal only.
     """
 

@@ -1,0 +1,128 @@
+"""Inverses of single damped factors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfc.curvature.factor import (
+    add_to_diagonal,
+    cholesky,
+    eigendecompose,
+    is_diagonal,
+    reciprocal_or_zero,
+    scale_first,
+    scale_first_row,
+)
+from kfc.curvature.low_rank import NARROWEST, low_rank_inverse, times
+
+
+class Form(IntEnum):
+    """What the matrix of a ``DampedInverse`` is."""
+
+    CHOLESKY = 0
+    EXPLICIT = 1
+    LOW_RANK = 2
+
+
+class DampedInverse(NamedTuple):
+    """(factor + shift I)⁻¹, ready to be applied.
+
+    Attributes:
+        matrix: the lower Cholesky factor of factor + shift I, (groups, n, n); or the inverse
+            itself, or its diagonal (groups, n); or what ``low_rank_inverse`` returns.
+    """
+
+    matrix: Tensor
+    form: Form
+
+    def times(self, right: Tensor) -> Tensor:
+        """Return the inverse times (groups, n, k)."""
+        if self.form is Form.CHOLESKY:
+            return torch.cholesky_solve(right, self.matrix)
+        if self.form is Form.LOW_RANK:
+            return times(self.matrix, right)
+        if is_diagonal(self.matrix):
+            return self.matrix.unsqueeze(-1) * right
+        return self.matrix @ right
+
+    def unscaled(self, scale: float) -> DampedInverse:
+        """Return the inverse of S (factor + shift I) S with S = diag(scale, 1, ..., 1)."""
+        if self.form is Form.CHOLESKY:
+            return self._replace(matrix=scale_first_row(self.matrix, scale))  # S L (S L)ᵀ
+        if self.form is Form.LOW_RANK:
+            matrix = scale_first_row(self.matrix, 1 / scale)
+            matrix[:, 0, 0] /= scale  # S⁻¹ (f I - P Pᵀ) S⁻¹
+            return self._replace(matrix=matrix)
+        return self._replace(matrix=scale_first(self.matrix, 1 / scale))
+
+    def explicit(self) -> DampedInverse:
+        """Return the inverse with an explicit matrix in place of a Cholesky factor."""
+        if self.form is not Form.CHOLESKY:
+            return self
+        return DampedInverse(torch.cholesky_inverse(self.matrix), Form.EXPLICIT)
+
+    def columns(self) -> Tensor | None:
+        """Return the matrix if it is one of low rank, to begin the next one with."""
+        return self.matrix if self.form is Form.LOW_RANK else None
+
+
+def invert_shifted(
+    factors: Sequence[Tensor],
+    shifts: Sequence[Tensor],
+    tolerance: float | None = None,
+    starts: Sequence[DampedInverse | None] | None = None,
+) -> list[DampedInverse]:
+    """Return (factor + shift I)⁻¹ for positive semi-definite factors; always finite.
+
+    Uses Cholesky decompositions in the factors' own precision where they are accurate, and a slower
+    method elsewhere. All decompositions start before the host waits for any of them.
+
+    Args:
+        tolerance: the allowed error of inverses of wide factors; ``None``: exact inverses.
+        starts: earlier inverses of the factors.
+    """
+    found: dict[int, DampedInverse] = {}
+    roots: dict[int, tuple[Tensor, Tensor]] = {}
+    starts = starts or [None] * len(factors)
+    for index, (factor, shift, start) in enumerate(zip(factors, shifts, starts, strict=True)):
+        if is_diagonal(factor):
+            found[index] = DampedInverse(
+                reciprocal_or_zero(add_to_diagonal(factor, shift)), Form.EXPLICIT
+            )
+            continue
+        cheap = None
+        if tolerance is not None and factor.shape[-1] >= NARROWEST:
+            cheap = low_rank_inverse(factor, shift, tolerance, start and start.columns())
+        if cheap is not None:
+            found[index] = DampedInverse(cheap, Form.LOW_RANK)
+        else:
+            roots[index] = cholesky(add_to_diagonal(factor, shift))
+    flags = [trusted for _, trusted in roots.values()]
+    are_trusted = torch.stack(flags).tolist() if flags else []
+    for (index, (lower, _)), trusted in zip(roots.items(), are_trusted, strict=True):
+        if trusted:
+            found[index] = DampedInverse(lower, Form.CHOLESKY)
+        else:
+            careful = _invert_carefully(factors[index], shifts[index])
+            found[index] = DampedInverse(careful, Form.EXPLICIT)
+    return [found[index] for index in range(len(factors))]
+
+
+def _invert_carefully(factor: Tensor, shift: Tensor) -> Tensor:
+    """Return the explicit inverse, which survives rounding better than a Cholesky factor."""
+    # On the CPU: this case is rare, and not every device has float64.
+    wide, wide_shift = (part.to("cpu", torch.float64) for part in (factor, shift))
+    lower, trusted = cholesky(add_to_diagonal(wide, wide_shift))
+    if trusted:
+        return torch.cholesky_inverse(lower).to(factor)
+    # Eigenvalues that are rounding errors in the factor's own precision become zero, so that
+    # only the shift remains; without a shift, this is the pseudo-inverse.
+    values, basis = eigendecompose(wide, precision=torch.finfo(factor.dtype).eps)
+    assert basis is not None
+    reciprocals = reciprocal_or_zero(values + wide_shift.unsqueeze(-1))
+    return ((basis * reciprocals.unsqueeze(-2)) @ basis.mT).to(factor)
