@@ -111,6 +111,7 @@ BAD_VALUES = {
     "inverse": ["qr", None],
     "max_factor_size": [0, 2.5],
     "inverse_error": [0, 1, "small"],
+    "fraction": [0, 1.5, "half"],
     "block_size": [0, True],
 }
 

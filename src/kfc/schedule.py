@@ -216,6 +216,7 @@ class Schedule:
         self._norm_rate = norm_rate
         # The measurements of the step in progress and of the steps before, until the choice.
         self._current: dict[str, float] = {}
+        self._gathering = 0.0
         self._samples: dict[str, list[float]] = {}
         self._measured: Seconds | None = None
         self.periods = self._periods(options)
@@ -274,19 +275,19 @@ class Schedule:
             started: when the step's first forward pass began; ``None``: the step is not measured.
             gathering: seconds of gathering statistics since then.
         """
-        self._current = {}
+        self._current, self._gathering = {}, gathering
         if self.measuring and started is not None:
             self._current = {"plain": now(self.clock_device) - started - gathering}
 
-    def end_measuring(self, step: int, gathering: float) -> None:
+    def end_measuring(self, step: int) -> None:
         """Measure our part of the step, and choose the periods after the last measured step."""
         if not self._current:
             return
         assert self.budget is not None
         every_step = self.seconds["check"] + self.seconds["natural gradient"]
         self._current["every_step"] = every_step + self._norm_rate * self.seconds.get("clip", 0.0)
-        if gathering:
-            self._current["statistics"] = gathering + self.seconds["averages"]
+        if self.statistics_are_due(step):
+            self._current["statistics"] = self._gathering + self.seconds["averages"]
         if self.inverses_are_due(step):
             self._current["inverses"] = self.seconds["inverses"]
         means = self._mean_over_ranks(list(self._current.values()))

@@ -32,6 +32,7 @@ class Approximation(ABC):
 
     fisher: FisherKind = "sampled"
     factor_decay: Decay = 0.95
+    fraction: float = 0.25
 
     #: The string that stands for the approximation with its default options.
     name: ClassVar[str]
@@ -42,6 +43,9 @@ class Approximation(ABC):
 
     def __post_init__(self) -> None:
         require_choice("fisher", self.fisher, ("sampled", "exact", "empirical"))
+        require_number("fraction", self.fraction, positive=True)
+        if self.fraction > 1:
+            raise ValueError(f"fraction must be at most 1, got {self.fraction}")
         if isinstance(self.factor_decay, str) and self.factor_decay != AVERAGING:
             raise ValueError(
                 f'factor_decay must be a number or "{AVERAGING}", got {self.factor_decay!r}'
@@ -109,6 +113,9 @@ class Kronecker(FactorApproximation):
             each update of the statistics, not to each step: with statistics every T_s steps, the
             averages cover about T_s / (1 - ξ) steps. ``"averaging"``: ξ = exp(-1/τ) with τ the
             ``averaging_timescale`` of the optimizer, as in Algorithm 1.
+        fraction: the part of the batch that statistics are gathered from, but at least 32 examples,
+            with a forward and a backward pass of their own. Batches of less than 64 examples, and
+            those of the ``"empirical"`` Fisher matrix, are used as a whole.
         inverse: ``"factored"`` damps each factor (Cholesky decompositions); ``"eigen"`` adds the
             damping to the products of eigenvalues exactly.
         inverse_error: the error of the ``"factored"`` inverse of a factor wider than 1,100,
@@ -205,6 +212,7 @@ class Whitening(FactorApproximation):
 
     fisher: FisherKind = field(default="sampled", init=False, repr=False)  # no targets are used
     factor_decay: Decay = 0.8
+    fraction: float = field(default=1.0, init=False, repr=False)  # of forward passes as they are
     block_size: int = 256
 
     name: ClassVar[str] = "whitening"

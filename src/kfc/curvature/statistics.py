@@ -128,6 +128,11 @@ class BatchStatistics:
             for name, moments in self.moments.items()
         }
 
+    def stand_for(self, examples: int) -> None:
+        """Let the statistics, if there are any, stand for all examples that they are a part of."""
+        if self.moments:
+            self.examples = examples
+
     def clear(self) -> None:
         """Remove all statistics."""
         self.moments, self.examples = {}, 0

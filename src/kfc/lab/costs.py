@@ -20,7 +20,7 @@ class Costs:
         self._sums: dict[str, float] = defaultdict(float)
         self._updates = 0
         self._curvature_before: dict[str, float] = {}
-        self._forward_before = 0.0
+        self._places_before: dict[str, float] = {}
 
     def resume_at(self, training_seconds: float) -> None:
         """Continue from the training time of an earlier part of the run."""
@@ -46,7 +46,7 @@ class Costs:
         yield
         self.training_seconds += perf_counter() - start
         if isinstance(self._optimizer, CurvatureOptimizer):
-            self._forward_before = self._optimizer.engine.collector.spent_in_forward
+            self._places_before = dict(self._optimizer.engine.collector.clock.totals)
 
     def means_since_last_time(self) -> dict[str, float]:
         """Return the mean seconds per update by part since the last call.
@@ -63,10 +63,10 @@ class Costs:
             curvature = {k: v - self._curvature_before.get(k, 0.0) for k, v in totals.items()}
             self._curvature_before = totals
             if "forward" in sums:
-                in_forward = self._optimizer.engine.collector.spent_in_forward
-                sums["forward"] -= in_forward - self._forward_before
-                sums["backward"] -= curvature["statistics"] - in_forward + self._forward_before
-                self._forward_before = in_forward
+                places = dict(self._optimizer.engine.collector.clock.totals)
+                for place, seconds in places.items():
+                    sums[place] -= seconds - self._places_before.get(place, 0.0)
+                self._places_before = places
                 sums["optimizer"] -= sum(curvature.values()) - curvature["statistics"]
             else:
                 sums["forward and backward"] -= sum(curvature.values())

@@ -160,7 +160,7 @@ class CurvatureAccess:
         finally:
             buffers.restore()
         # The ranks may have drawn from their generators unequally often.
-        generator = collector.generator
+        generator = collector.draws.generator
         generator.load_state_dict(engine.reducer.share(generator.state_dict()))
 
     def _run(

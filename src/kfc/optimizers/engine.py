@@ -150,11 +150,12 @@ class Engine:
         self.in_doubt = self._quietly = None
         with self.full_precision():
             batch = self.collector.finish(loss_scale)
-            if self.collector.spent:
-                self.schedule.add_seconds("statistics", self.collector.spent)
+            clock = self.collector.clock
+            if batch.moments:
+                self.schedule.add_seconds("statistics", clock.spent)
             if self.steps == 0:
                 self._require_statistics(gradients, batch)
-            self.schedule.begin_measuring(self.collector.started, self.collector.spent)
+            self.schedule.begin_measuring(clock.started, clock.spent)
             self.reducer.check_equal(self.model, gradients, self.steps + 1, first=self._is_first)
             self._is_first = False
             return batch if self._is_good(gradients, batch, overflow, wait) else None
@@ -245,7 +246,7 @@ class Engine:
         self.collector.buffers.end_step(self.in_doubt)
         if self.in_doubt is not None:
             self.skipped_steps.add_on_device(self.in_doubt, self._quietly)
-        self.schedule.end_measuring(self.steps + 1, self.collector.spent)
+        self.schedule.end_measuring(self.steps + 1)
         self.steps += 1
         self._prepare_next()
 
@@ -290,7 +291,7 @@ class Engine:
         return {
             "steps": self.steps,
             "skipped_steps": self.skipped_steps.count(),
-            "generator": self.collector.generator.state_dict(),
+            "generator": self.collector.draws.generator.state_dict(),
             "losses": self.collector.losses.state_dict(),
             "expected": self.collector.expected(),
             "replaces_guess": self._replaces_guess,
@@ -305,7 +306,7 @@ class Engine:
         for counter in ("steps", "skipped_steps"):
             require_whole(f"the state's {counter}", state[counter], low=0)
         Schedule.check_state(state["budget"])
-        self.collector.generator.check_state(state["generator"])
+        self.collector.draws.generator.check_state(state["generator"])
         self.collector.losses.check_state(state["losses"])
         require_keys("state of the last step", state["expected"], self.collector.expected())
         self.curvature.check_state(state["curvature"])
@@ -315,7 +316,7 @@ class Engine:
         """Continue from a state; the model's own parameters are loaded separately."""
         self.check_state(state)
         self.skipped_steps.restore(state["skipped_steps"])
-        self.collector.generator.load_state_dict(state["generator"])
+        self.collector.draws.generator.load_state_dict(state["generator"])
         self.collector.losses.load_state_dict(state["losses"])
         self.collector.expect(**state["expected"])
         self._replaces_guess = state["replaces_guess"]

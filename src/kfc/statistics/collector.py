@@ -18,16 +18,16 @@ from kfc.curvature.model import ModelCurvature
 from kfc.curvature.statistics import BatchStatistics, Moment
 from kfc.distributed.reducer import Reducer
 from kfc.fisher.calls import ModelCall, without_autocast
-from kfc.fisher.likelihoods import Likelihood, Weights
+from kfc.fisher.likelihoods import Weights
 from kfc.fisher.losses import Losses
-from kfc.layers import mixes_examples
-from kfc.schedule import now
 from kfc.statistics.backward import RecordedPass
 from kfc.statistics.buffers import BufferGuard
-from kfc.statistics.columns import exact_columns, scale_of_squares
-from kfc.statistics.generator import OwnGenerator
+from kfc.statistics.clock import Clock
+from kfc.statistics.columns import scale_of_squares
+from kfc.statistics.draws import Draws
 from kfc.statistics.observation import Arrival, Observation, count_examples, share_of_dropped
 from kfc.statistics.outputs import on_derivative
+from kfc.statistics.replays import Replays
 
 Moments = dict[str, tuple[Moment, ...]]
 Gathered = tuple[Moments, float]
@@ -49,10 +49,8 @@ class Collector:
         buffers: the model's buffers before the first forward pass since the last step.
         loss_scale: the factor of the loss that gradients do not have; known once a step begins.
         records_random_state: whether passes will be run again from their initial random state.
-        started: when the first forward pass since the last step began.
         is_guess: whether weights were assumed before the examples of a step were known.
-        spent: the seconds of gathering statistics since the last step.
-        spent_in_forward: the seconds of it in forward passes, since the start.
+        clock: measures the time of gathering statistics.
     """
 
     def __init__(
@@ -65,7 +63,8 @@ class Collector:
     ) -> None:
         self.model = model
         self.losses = losses
-        self.generator = OwnGenerator(seed)
+        exact = curvature.options.fisher == "exact"
+        self.draws = Draws(model, losses, reducer, exact=exact, seed=seed)
         self.buffers = BufferGuard(model)
         self._observations: list[Observation] = []
         self.loss_scale: float | Tensor = 1.0
@@ -73,8 +72,7 @@ class Collector:
         self.is_guess = False
         self._is_gathering = False
         self.records_random_state = False
-        self.started: float | None = None
-        self.spent = self.spent_in_forward = 0.0
+        self.clock = Clock()
         self._curvature = curvature
         self._fisher = curvature.options.fisher
         needs_derivatives = curvature.options.needs_derivatives
@@ -84,7 +82,9 @@ class Collector:
         self._due = True
         self._estimating = False
         self._has_loss = True
-        self._clock_device: torch.device | None = None
+        self._replays = Replays(curvature, losses, self.draws, reducer.size)
+        # Whether the statistics of the step come from replays of a part of its examples.
+        self._is_replaying = False
         self._batch = BatchStatistics()
 
     # What the collector should do
@@ -97,7 +97,8 @@ class Collector:
             clock_device: the device to wait for when reading the clock.
         """
         self.drop()
-        self._step, self._due, self._clock_device = step, due, clock_device
+        self._step, self._due = step, due
+        self.clock.begin_step(clock_device)
 
     def drop(self) -> None:
         """Forget what was collected since the last step."""
@@ -105,7 +106,8 @@ class Collector:
         self._batch = BatchStatistics()
         self._observations.clear()
         self.buffers.forget()
-        self.spent, self.started = 0.0, None
+        self.clock.reset()
+        self._is_replaying = False
 
     def drop_backward(self) -> None:
         """Forget passes whose backward pass has come, because its gradients were dropped."""
@@ -150,24 +152,30 @@ class Collector:
 
     # Forward passes
 
-    def new_pass(self) -> RecordedPass | None:
-        """Return a recorder for the coming forward pass, if it should give statistics."""
-        if self.started is None:
-            self.started = now(self._clock_device)
+    def new_pass(self, size: int) -> RecordedPass | None:
+        """Return a recorder for the coming forward pass, if it should give statistics.
+
+        Args:
+            size: the first size of its first tensor argument, usually the number of examples.
+        """
+        if self.clock.started is None:
+            self.clock.start()
             self._reducer.begin_step(self._step)
+            examples = max(size, self._expected_examples or 0)
+            self._is_replaying = not self._estimating and self._replays.are_preferred(examples)
         if not self._estimating:
             # DistributedDataParallel changes buffers between passes; checkpointing, in backward.
             is_unused = self._reducer.owns_buffers and not self.observations
             self.buffers.before_pass(may_wait=self._due, is_unused=is_unused)
         wanted = self._wanted()
-        if not wanted:
+        if not wanted or self._is_replaying:
             return None
         layers, fresh = self._curvature.layers, self._estimating
         return RecordedPass(
             wanted,
             lambda name: layers[name].statistics(fresh=fresh),
             during_backward=self._fisher == "empirical",
-            clock_device=self._clock_device,
+            clock_device=self.clock.device,
         )
 
     def _wanted(self) -> list[str]:
@@ -238,9 +246,8 @@ class Collector:
         if gathered is not None and observation in self._observations:
             self._add_moments(observation, *gathered)
             if self._due and not self._estimating:
-                start = now(self._clock_device)
-                self._reducer.send_(self._batch, self._wanted())
-                self.spent += now(self._clock_device) - start
+                with self.clock.timed("backward"):
+                    self._reducer.send_(self._batch, self._wanted())
 
     def _add_derivative(
         self, observation: Observation, name: str, derivative: Tensor | None
@@ -265,41 +272,26 @@ class Collector:
         elif not loss.is_read:
             self.is_guess = True
         weights = self.losses.weights(name, outputs, derivative, examples, scale)
-        start = now(self._clock_device)
-        with torch.no_grad(), without_autocast(outputs.device), self._gathering():
+        with self.clock.timed("backward"), self._gathering():
             # On the scale of one example until the total is known. Before the backward pass, which
             # may carry derivatives to ranks with other batch sizes.
             scale = math.sqrt(self._growth(observation.examples, 1))
-            # A layer may also run on rows that do not belong to one example each.
-            mixes_rows = any(c.shape[0] % observation.examples for _, c in recorded.calls)
-            together = not (mixes_examples(self.model) or mixes_rows)
-            for column in self._draws(likelihood, outputs, weights, together):
-                edge, shape = observation.edges[name]
-                recorded.backward(edge, outputs.dtype, (scale * column).reshape(shape))
-        self.spent += now(self._clock_device) - start
-
-    def _draws(
-        self, likelihood: Likelihood, outputs: Tensor, weights: Weights, together: bool
-    ) -> Iterator[Tensor]:
-        if self._fisher == "sampled":
-            generator = self._reducer.generator(self.generator, outputs.device)
-            return iter([likelihood.sample_derivative(outputs, generator, weights)])
-        joint = self._reducer.mixes_examples(self.model)
-        return exact_columns(likelihood, outputs, weights, together, joint, self._reducer)
+            edge = observation.edges[name]
+            self.draws.backward(recorded, edge, likelihood, outputs, weights, scale)
 
     def _end_gathering(self, observation: Observation) -> Gathered:
         """Return the statistics of a pass and the factor of squared derivatives."""
         recorded, scale = observation.recorded, 1.0
         if recorded is None:
             return {}, scale
-        start = now(self._clock_device)
-        with torch.no_grad(), without_autocast(next(iter(observation.outputs.values())).device):
-            if self._fisher == "empirical":
+        is_empirical = self._fisher == "empirical"
+        self.clock.add("backward" if is_empirical else "forward", recorded.seconds)
+        device = next(iter(observation.outputs.values())).device
+        with self.clock.timed("backward"), torch.no_grad(), without_autocast(device):
+            if is_empirical:
                 recorded.end_draw()
                 scale = self._empirical_scale(observation)
             moments = recorded.moments()
-        self.spent += recorded.seconds + now(self._clock_device) - start
-        self.spent_in_forward += 0.0 if self._fisher == "empirical" else recorded.seconds
         observation.forget_graph()
         return moments, scale
 
@@ -366,16 +358,23 @@ class Collector:
         self._expected_examples = count_examples(self.observations) or None
         for observation in self.observations:
             self._add_moments(observation, *self._end_gathering(observation))
-        start = now(self._clock_device)
         batch = self._batch
-        self._reducer.receive_(batch, self._wanted(), due=self._due, fresh=self._estimating)
-        if batch.moments:
-            self.spent += now(self._clock_device) - start
+        with self.clock.timed("optimizer"):
+            if self._is_replaying:
+                self._replay()
+            self._reducer.receive_(batch, self._wanted(), due=self._due, fresh=self._estimating)
         if batch.examples:
             scale = self._growth(1, batch.examples / self._reducer.size)
             scale /= float(loss_scale) if self.losses.is_summed else 1.0
             batch.scale(scale * share_of_dropped(self.observations))
         return batch
+
+    def _replay(self) -> None:
+        """Gather statistics from a part of the step's examples, with passes of their own."""
+        with self._gathering():
+            passes, weights = self.observations, self.weights_by_pass
+            self._replays.gather(passes, self._batch, weights, due=self._due)
+        self._batch.stand_for(count_examples(self.observations))
 
     def _growth(self, part: float, whole: float) -> float:
         # Passes of an estimate are steps of their own, of which the mean over examples is taken.

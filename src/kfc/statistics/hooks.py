@@ -67,6 +67,9 @@ class ModelHooks:
     def _before_model(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         self._thread.running, self._thread.recorded = False, None
         collector = self._collector()
+        if collector is not None and collector.draws.replayed is not None:
+            self._thread.recorded = collector.draws.replayed
+            return
         if collector is None or not model.training:
             return
         if not torch.is_grad_enabled() or is_transformed():  # no plain backward can follow
@@ -75,7 +78,7 @@ class ModelHooks:
         self._thread.random_state = None
         if collector.records_random_state:
             self._thread.random_state = get_random_state(accelerators_of(model))
-        self._thread.recorded = collector.new_pass()
+        self._thread.recorded = collector.new_pass(_first_size((args, kwargs)))
 
     def _after_layer(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
@@ -126,6 +129,12 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (_nothing, "")
+
+
+def _first_size(arguments: Any) -> int:
+    """Return the first size of the first tensor that has one, or 0."""
+    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.dim())
+    return next((len(tensor) for tensor in tensors), 0)
 
 
 def _nothing() -> None:

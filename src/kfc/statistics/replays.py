@@ -1,0 +1,134 @@
+"""Statistics of a part of the batch, from passes of their own."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from kfc.curvature.model import ModelCurvature
+from kfc.curvature.statistics import BatchStatistics
+from kfc.fisher.likelihoods import Weights
+from kfc.fisher.losses import Losses
+from kfc.statistics.backward import RecordedPass
+from kfc.statistics.draws import Draws
+from kfc.statistics.observation import Observation
+from kfc.statistics.parts import Part, first_part
+
+# Given a forward pass and the name of an output, the weights of its terms by backward pass.
+WeightsByPass = Callable[[Observation, str], list[Weights]]
+# The smallest number of examples in a part.
+FEWEST_EXAMPLES = 32
+
+
+class Replays:
+    """Runs the model again on the first examples of a step, to gather its statistics.
+
+    A step does this after the user's backward pass, which has freed its activations.
+    """
+
+    def __init__(self, curvature: ModelCurvature, losses: Losses, draws: Draws, ranks: int) -> None:
+        self._curvature, self._losses, self._draws = curvature, losses, draws
+        options = curvature.options
+        self._fraction = options.fraction
+        self._are_possible = options.needs_derivatives and options.fisher == "sampled"
+        self._ranks = ranks
+        self._can_cut = True
+
+    def are_preferred(self, examples: int) -> bool:
+        """Return whether to replay a part of a step, not to go backward from all its outputs.
+
+        Args:
+            examples: the number of examples in the step. It may differ between ranks, which must
+                all do the same, and does not count there.
+        """
+        if not self._are_possible or self._fraction == 1 or self._ranks > 1:
+            return self._are_possible and self._fraction < 1
+        part = max(FEWEST_EXAMPLES, self._fraction * examples)
+        return self._can_cut and 2 * part <= examples
+
+    def gather(
+        self,
+        observations: Sequence[Observation],
+        batch: BatchStatistics,
+        weights: WeightsByPass,
+        *,
+        due: bool,
+    ) -> None:
+        """Add the statistics of the first examples of a step to those of a batch.
+
+        Args:
+            weights: returns the weights of an output of a forward pass for each backward pass.
+            due: whether all layers are wanted, or only those that have a gradient for the first
+                time.
+        """
+        wanted = self._curvature.trained_layers() if due else self._missing(batch)
+        fraction = self._fraction if self._can_cut else 1.0
+        parts = first_part(observations, fraction, FEWEST_EXAMPLES)
+        # A layer that runs for the first time may run in other passes only.
+        rest = [Part(each, each.examples) for each in observations[len(parts) :]]
+        for index, part in enumerate([*parts, *rest]):
+            if index >= len(parts):
+                wanted = self._missing(batch)
+            if wanted:
+                self._gather_part(part, batch, wanted, weights)
+
+    def _missing(self, batch: BatchStatistics) -> list[str]:
+        """Return the layers with a gradient for which there are no statistics yet."""
+        layers = self._curvature.layers
+        return [
+            name
+            for name in self._curvature.layers_without_statistics()
+            if name not in batch.moments
+            and any(p.grad is not None for p in layers[name].layer.trained().values())
+        ]
+
+    def _gather_part(
+        self,
+        part: Part,
+        batch: BatchStatistics,
+        wanted: Collection[str],
+        weights: WeightsByPass,
+    ) -> None:
+        try:
+            recorded = self._replayed(part, wanted, weights)
+        except Exception as error:
+            if part.is_whole:
+                raise
+            self._can_cut = False
+            warnings.warn(
+                f"running the model on the first {part.count} of {part.observation.examples} "
+                f"examples failed: {error}. Every tensor argument of that length was cut. "
+                "Statistics are gathered from whole batches from now on",
+                stacklevel=2,
+            )
+            part = Part(part.observation, part.observation.examples)
+            recorded = self._replayed(part, wanted, weights)
+        with torch.no_grad():
+            batch.add(recorded.moments(), part.count)
+
+    def _replayed(
+        self,
+        part: Part,
+        wanted: Collection[str],
+        weights: WeightsByPass,
+    ) -> RecordedPass:
+        layers, losses = self._curvature.layers, self._losses
+        recorded = RecordedPass(
+            wanted,
+            lambda name: layers[name].statistics(fresh=False),
+            during_backward=False,
+            clock_device=None,
+        )
+        by_output = {
+            name: part.weights(
+                sum(weights(part.observation, name)), part.count, is_summed=losses.is_summed
+            )
+            for name in part.observation.derivatives
+        }
+        # On the scale of one example, until those of all passes are known
+        scale = math.sqrt(losses.growth(part.count, 1))
+        self._draws.replay(part.call, recorded, part.count, by_output, scale)
+        return recorded

@@ -1,0 +1,262 @@
+"""Statistics of a part of the batch, compared with those of the part alone."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+import kfc
+from ranks import run_ranks
+
+WHOLE = kfc.Kronecker(fraction=1)
+
+
+def network(*middle):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 4, 3), *middle, nn.Tanh(), nn.Flatten(), nn.Linear(4 * 16, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def batch(examples=128, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(examples, 2, 6, 6, generator=generator, dtype=torch.float64)
+    return images, torch.randint(3, (examples,), generator=generator)
+
+
+def preconditioner(model, curvature="kfc", **options):
+    return kfc.Preconditioner(model, curvature=curvature, seed=0, **options)
+
+
+def factors_after(model, optimizer, loss):
+    loss.backward()
+    optimizer.step()
+    return {name: [part.clone() for part in pair] for name, pair in optimizer.factors.items()}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_factors_are_those_of_the_first_examples(reduction, scale):
+    images, labels = batch()
+    found = {}
+    for name, count, curvature in (("part", 128, "kfc"), ("alone", 32, WHOLE)):
+        model = network()
+        optimizer = preconditioner(model, curvature)
+        loss = F.cross_entropy(model(images[:count]), labels[:count], reduction=reduction)
+        found[name] = factors_after(model, optimizer, scale * loss)
+    for layer, (activation, derivative) in found["alone"].items():
+        assert_close(found["part"][layer][0], activation)
+        # The sum of four times as many losses has four times the curvature.
+        growth = 4 if reduction == "sum" else 1
+        assert_close(found["part"][layer][1], growth * derivative)
+
+
+def test_weights_of_examples_count():
+    images, labels = batch()
+    weights = torch.linspace(0, 2, 128, dtype=torch.float64)
+    found = []
+    for first, curvature in ((128, "kfc"), (32, WHOLE)):
+        model = network()
+        optimizer = preconditioner(model, curvature)
+        losses = F.cross_entropy(model(images[:first]), labels[:first], reduction="none")
+        found.append(factors_after(model, optimizer, (weights[:first] * losses).sum()))
+    for layer, (_, derivative) in found[1].items():
+        assert_close(found[0][layer][1], 4 * derivative)
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 1])
+def test_the_fraction_is_that_of_the_batch(fraction):
+    images, labels = batch()
+    model = network()
+    optimizer = preconditioner(model, kfc.Kronecker(fraction=fraction))
+    found = factors_after(model, optimizer, F.cross_entropy(model(images), labels))
+    part = images[: int(128 * fraction)]
+    rows = F.pad(F.unfold(part, 3).mT.flatten(0, 1), (1, 0), value=1.0)
+    assert_close(found["0"][0], rows.mT @ rows / len(part))
+
+
+def test_small_batches_are_used_as_a_whole():
+    images, labels = batch(63)
+    model = network()
+    calls = []
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    factors_after(model, preconditioner(model), F.cross_entropy(model(images), labels))
+    assert len(calls) == 1
+
+
+def test_the_first_of_several_micro_batches_suffices():
+    images, labels = batch()
+    model = network()
+    optimizer = preconditioner(model)
+    calls = []
+    model[0].register_forward_hook(lambda _, inputs, __: calls.append(len(inputs[0])))
+    for start in range(0, 128, 32):
+        part = slice(start, start + 32)
+        (F.cross_entropy(model(images[part]), labels[part]) / 4).backward()
+    optimizer.step()
+    # The number of examples in a step is known from its second step on.
+    calls.clear()
+    for start in range(0, 128, 32):
+        part = slice(start, start + 32)
+        (F.cross_entropy(model(images[part]), labels[part]) / 4).backward()
+    optimizer.step()
+    assert calls == [32] * 5
+
+
+def test_buffers_gradients_and_random_numbers_are_left_alone():
+    images, labels = batch()
+    after = []
+    for curvature in ("kfc", WHOLE):
+        model = network(nn.BatchNorm2d(4), nn.Dropout(0.3))
+        optimizer = preconditioner(model, curvature)
+        torch.manual_seed(1)
+        F.cross_entropy(model(images), labels).backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+        batch_statistics = optimizer.engine.begin_step(gradients)
+        assert batch_statistics is not None
+        assert batch_statistics.moments
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.grad, gradients[name])
+        after.append((torch.rand(3), [b.clone() for b in model.buffers()], gradients))
+    (one, buffers, gradients), (other, others, whole) = after
+    assert torch.equal(one, other)
+    assert all(torch.equal(a, b) for a, b in zip(buffers, others, strict=True))
+    assert all(torch.equal(gradients[name], whole[name]) for name in whole)
+
+
+class Fixed(nn.Module):
+    """A network that needs its usual number of examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = network()
+
+    def forward(self, images):
+        return self.body(images.reshape(128, 2, 6, 6))
+
+
+def test_a_model_that_cannot_be_cut_gives_statistics_of_whole_batches():
+    images, labels = batch()
+    model, plain = Fixed(), network()
+    optimizer = preconditioner(model)
+    with pytest.warns(UserWarning, match="first 32 of 128 examples failed"):
+        found = factors_after(model, optimizer, F.cross_entropy(model(images), labels))
+    whole = preconditioner(plain, WHOLE)
+    expected = factors_after(plain, whole, F.cross_entropy(plain(images), labels))
+    for name, pair in expected.items():
+        assert_close(found[f"body.{name}"], pair)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        factors_after(model, optimizer, F.cross_entropy(model(images), labels))
+
+
+class Sometimes(nn.Module):
+    """A network with a layer that runs only if it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.extra = network(), nn.Linear(3, 3).double()
+
+    def forward(self, images, more=False):
+        out = self.body(images)
+        return self.extra(out) if more else out
+
+
+def test_a_layer_that_runs_later_gets_its_statistics_in_its_first_step():
+    images, labels = batch()
+    model = Sometimes()
+    optimizer = preconditioner(model, schedule=kfc.Periods(100, 100))
+    for more in (False, True, False):
+        model.zero_grad()
+        F.cross_entropy(model(images, more), labels).backward()
+        optimizer.step()
+        assert ("extra" in optimizer.factors) == (more or "extra" in optimizer.factors)
+    assert "extra" in optimizer.factors
+
+
+def test_a_layer_of_a_later_micro_batch_gets_its_statistics():
+    images, labels = batch()
+    model = Sometimes()
+    optimizer = preconditioner(model)
+    F.cross_entropy(model(images), labels).backward()
+    F.cross_entropy(model(images, more=True), labels).backward()
+    optimizer.step()
+    assert "extra" in optimizer.factors
+
+
+def test_half_precision_is_that_of_the_forward_pass():
+    images, labels = (part.float() if part.is_floating_point() else part for part in batch())
+    model = network().float()
+    dtypes = []
+    model[0].register_forward_hook(lambda _, __, output: dtypes.append(output.dtype))
+    optimizer = preconditioner(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(images), labels)
+    found = factors_after(model, optimizer, loss)
+    assert dtypes == [torch.bfloat16] * 2
+    assert all(part.dtype == torch.float32 for pair in found.values() for part in pair)
+
+
+@pytest.mark.parametrize("curvature", ["kfc", "sua", "prong", "ekfac", "diagonal"])
+def test_a_run_resumes_bit_for_bit(curvature):
+    def new():
+        model = network(nn.BatchNorm2d(4))
+        return model, kfc.KFC(model, seed=0, curvature=curvature, schedule=kfc.Periods(2, 3))
+
+    def train(model, optimizer, seeds):
+        for seed in seeds:
+            images, labels = batch(seed=seed)
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+
+    model, optimizer = new()
+    train(model, optimizer, range(4))
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    train(model, optimizer, range(4, 9))
+    other, resumed = new()
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    train(other, resumed, range(4, 9))
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def trained_on_ranks(rank, size):
+    model = network(nn.BatchNorm2d(4))
+    wrapper = DistributedDataParallel(model)
+    optimizer = kfc.KFC(wrapper, seed=0, schedule=kfc.Periods(2, 2))
+    for seed in range(5):
+        images, labels = batch(seed=seed)
+        # Batches of different sizes, on either side of the limit for a part
+        where = slice(0, 90) if rank == 0 else slice(90, 128)
+        optimizer.zero_grad()
+        F.cross_entropy(wrapper(images[where]), labels[where]).backward()
+        optimizer.step()
+    parameters = [p.detach().clone() for p in model.parameters()]
+    return parameters, optimizer.factors["0"].derivative.clone()
+
+
+def test_ranks_with_different_batches_stay_equal():
+    first, second = run_ranks(trained_on_ranks, 2, 2, timeout=120)
+    assert torch.equal(first[1], second[1])
+    assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+
+
+@pytest.mark.parametrize("curvature", [kfc.Kronecker(fisher="exact"), kfc.Kronecker(fraction=1)])
+def test_exact_targets_and_a_fraction_of_one_use_the_whole_batch(curvature):
+    images, labels = batch()
+    model = network()
+    calls = []
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    optimizer = (
+        preconditioner(model, curvature)
+        if curvature.fisher == "sampled"
+        else (kfc.Preconditioner(model, curvature=curvature))
+    )
+    factors_after(model, optimizer, F.cross_entropy(model(images), labels))
+    assert len(calls) == 1
