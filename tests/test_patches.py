@@ -8,6 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kfc
@@ -20,6 +21,7 @@ from kfc.moments.patches import (
     patch_chunks,
     row_moment,
 )
+from kfc.moments.spectral import gram
 from reference import receptive_rows
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -314,3 +316,11 @@ def test_half_precision_accumulates_in_float32():
 def test_bad_arguments_raise(shape, arguments, match):
     with pytest.raises(ValueError, match=match):
         kfc.moments.second_moment(torch.zeros(shape), **arguments)
+
+
+@pytest.mark.parametrize("size", [3, 512, 513, 1300])
+def test_symmetric_products_are_those_of_the_rows(size):
+    rows = torch.randn(2, 7, size, dtype=torch.float64)
+    found = gram(rows)
+    assert_close(found, rows.mT @ rows)
+    assert torch.equal(found, found.mT)

@@ -151,18 +151,20 @@ def _widened(
 
 def _spectrum(factor: Tensor, columns: Tensor, generator: torch.Generator) -> Spectrum:
     """Return the eigenpairs of A restricted to the span of orthonormal columns (groups, n, q)."""
-    product = factor @ columns
+    noise = torch.randn(*factor.shape[:-1], PROBES, generator=generator).to(factor)
+    product, of_noise = (factor @ torch.cat([columns, noise], dim=-1)).split(
+        [columns.shape[-1], PROBES], dim=-1
+    )
     values, basis = eigendecompose(columns.mT @ product)
     assert basis is not None
     values, basis = values.flip(-1), basis.flip(-1)
-    vectors = columns @ basis
-    residuals = (product @ basis - vectors * values.unsqueeze(-2)).square().sum(-2)
+    vectors, images = columns @ basis, product @ basis  # U and A U
+    residuals = (images - vectors * values.unsqueeze(-2)).square().sum(-2)
 
     def outside(probes: Tensor) -> Tensor:
         return probes - vectors @ (vectors.mT @ probes)
 
-    noise = outside(torch.randn(*factor.shape[:-1], PROBES, generator=generator).to(factor))
-    once = outside(factor @ noise)
+    once = outside(of_noise - images @ (vectors.mT @ noise))  # B times the noise
     twice = outside(factor @ once)
     first = trace(factor) - values.sum(-1)
     moments = [(one * other).sum((-2, -1)) / PROBES for one, other in ((once, once), (once, twice))]

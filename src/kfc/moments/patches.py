@@ -24,7 +24,7 @@ from kfc.moments.correlation import (
     phases_to_channels,
     places_in_phases,
 )
-from kfc.moments.spectral import PASS, mirrored
+from kfc.moments.spectral import PASS, gram
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
@@ -196,7 +196,7 @@ def window_moment(inputs: Tensor, window: Window, *, homogeneous: bool, diagonal
     total = row_moment(next(chunks), homogeneous=homogeneous, diagonal=diagonal)
     for rows in chunks:
         total += row_moment(rows, homogeneous=homogeneous, diagonal=diagonal)
-    return window.in_kernel_order(total if diagonal else mirrored(total), range(1, total.dim()))
+    return window.in_kernel_order(total, range(1, total.dim()))
 
 
 def correlation_pays(inputs: Tensor, window: Window) -> bool:
@@ -249,7 +249,7 @@ def _sum_over_examples(inputs: Tensor) -> Tensor:
 def row_moment(rows: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
     """Return Σ rowᵀ row for rows (groups, R, n), each with a leading 1 if ``homogeneous``."""
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    moment = rows.square().sum(1) if diagonal else rows.transpose(1, 2) @ rows
+    moment = rows.square().sum(1) if diagonal else gram(rows)
     if not homogeneous:
         return moment
     count = rows.shape[1]

@@ -23,6 +23,8 @@ BLOCK_ELEMENTS = 2**24
 INVERSE_ELEMENTS = 2**20
 # Cost of a pass over memory, in multiply-adds per element.
 PASS = 20
+# The width of the blocks of a symmetric product.
+GRAM_BLOCK = 512
 # The longest map whose transform, a dense matrix, is still cheap.
 LONGEST = 512
 
@@ -41,7 +43,7 @@ def autocorrelation(maps: Tensor, reach: Sequence[int], dilation: Sequence[int])
     groups, channels, *size = maps.shape[1:]
     if not size:
         examples = maps.transpose(0, 1)
-        return mirrored(examples.mT @ examples)
+        return gram(examples)
     periods = _periods(size, reach, dilation)
     axes = tuple(zip(periods, reach, dilation, strict=True))
     dense = _dense_dimensions(periods, reach)
@@ -238,6 +240,25 @@ def _with_mirror_image(half: Tensor, reach: Sequence[int]) -> Tensor:
     zero, ahead = half[prod(full[1:]) // 2 :].split([1, prod(full) // 2])
     whole = torch.cat([ahead.flip(0).mT, mirrored(zero), ahead])
     return whole.reshape(*full, *half.shape[1:])
+
+
+def gram(rows: Tensor) -> Tensor:
+    """Return rowsᵀ rows, (groups, n, n), of rows (groups, R, n), exactly symmetric.
+
+    If n is large, only blocks on and above the diagonal are computed.
+    """
+    size = rows.shape[-1]
+    if size <= GRAM_BLOCK:
+        return mirrored(rows.mT @ rows)
+    result = rows.new_empty(len(rows), size, size)
+    for start in range(0, size, GRAM_BLOCK):
+        own, after = slice(start, start + GRAM_BLOCK), slice(start + GRAM_BLOCK, None)
+        panel = rows[..., own].mT @ rows[..., start:]
+        block, rest = panel.tensor_split([GRAM_BLOCK], dim=-1)
+        result[:, own, own] = mirrored(block)
+        result[:, own, after] = rest
+        result[:, after, own] = rest.mT
+    return result
 
 
 def mirrored(matrix: Tensor) -> Tensor:
