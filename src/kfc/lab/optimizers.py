@@ -142,6 +142,12 @@ class CurvatureOptions(RefreshOptions):
         None, "Targets of the Fisher matrix: sampled (default), exact or empirical"
     )
     inverse: str | None = option(None, "Form of the damped inverse: factored (default) or eigen")
+    fraction: float | None = option(
+        None,
+        "Part of the batch that statistics are gathered from, at least 32 examples; by default a "
+        "quarter; 1 for the whole batch, as in the paper",
+        positive=True,
+    )
     estimate_factors: int | None = option(
         None,
         "Training examples for a first estimate of the factors, before the first update, as in "
@@ -171,7 +177,8 @@ class CurvatureOptions(RefreshOptions):
     def _arguments(self, setup: Setup) -> dict[str, Any]:
         """Return the arguments that ``kfc.KFC`` and ``kfc.KFAC`` have in common."""
         approximation = APPROXIMATIONS[self.curvature]
-        given = {name: getattr(self, name) for name in ("fisher", "inverse", "factor_decay")}
+        names = ("fisher", "inverse", "factor_decay", "fraction")
+        given = {name: getattr(self, name) for name in names}
         given = {name: value for name, value in given.items() if value is not None}
         if foreign := given.keys() - {each.name for each in fields(approximation)}:
             raise ConfigError(f"{foreign.pop()} has no effect with curvature {self.curvature!r}")
