@@ -329,7 +329,7 @@ def test_estimated_statistics_replace_averages_and_inverses(curvature):
 
 def test_estimates_measure_nothing_in_bases_that_will_be_replaced(monkeypatch):
     model, (x, _) = digits_net(), digits(64)
-    optimizer = kfc.KFC(model, curvature="ekfac", seed=0)
+    optimizer = kfc.KFC(model, curvature="ekfac", seed=0, schedule=kfc.Periods())
     train(model, optimizer, 0, 3)
     monkeypatch.setattr(SquaredGradients, "backward", lambda *_: pytest.fail("squares"))
     optimizer.estimate_factors([x, x])

@@ -269,7 +269,6 @@ def test_a_likelihood_has_no_effect_without_loss_bound_and_rotation():
         (kfc.Diagonal, "max_factor_size"),
         (kfc.Whitening, "fisher"),
         (kfc.Kronecker, "overhead"),
-        (kfc.Periods, "overhead"),
     ],
 )
 def test_options_that_an_object_does_not_have(make, option):

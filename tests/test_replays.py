@@ -260,3 +260,14 @@ def test_exact_targets_and_a_fraction_of_one_use_the_whole_batch(curvature):
     )
     factors_after(model, optimizer, F.cross_entropy(model(images), labels))
     assert len(calls) == 1
+
+
+def test_wide_layers_with_few_locations_get_more_examples():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(1600, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    images = torch.randn(256, 1600, dtype=torch.float64)
+    labels = torch.randint(3, (256,))
+    sizes = []
+    model[1].register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
+    optimizer = preconditioner(model)
+    factors_after(model, optimizer, F.cross_entropy(model(images), labels))
+    assert sizes == [256, 101]  # a sixteenth of 1,601 inputs

@@ -62,12 +62,19 @@ class Periods:
     Args:
         statistics: T_s, the period of the factors' statistics: a number or a ``Stretch``.
         inverse: T_f, the period of the inverses: a number or a ``Stretch``.
+        overhead: a refresh that is due is left out if refreshes would cost more than this share of
+            your own forward and backward passes, on average, after a credit of five passes at the
+            start. Costs are multiply-adds, counted from the shapes of the layers, so that they do
+            not depend on the speed of the machine. ``None``: none is left out.
     """
 
     statistics: Period = Stretch(10)
     inverse: Period = Stretch(20)
+    overhead: float | None = None
 
     def __post_init__(self) -> None:
+        if self.overhead is not None:
+            require_number("overhead", self.overhead, positive=True)
         require_period("statistics", self.statistics)
         require_period("inverse", self.inverse)
 

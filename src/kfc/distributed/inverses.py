@@ -75,19 +75,24 @@ def _numbers(packings: Mapping[str, Packing]) -> int:
 
 def layer_size(curvature: LayerCurvature) -> LayerSize:
     """Return the cost of a layer's inverse, for the parameters trained now."""
+    inverse = curvature.state.inverse
+    widths = () if inverse is None else inverse.widths_of(inverse.tensors)
     # Eigenvalues may look like a square matrix, but cost nothing beside the bases.
-    squares = [
-        shape
-        for name, shape in curvature.inverse_shapes().items()
-        if is_symmetric(shape) and name != "eigenvalues"
-    ]
+    shapes = {
+        name: shape
+        for name, shape in curvature.inverse_shapes(widths).items()
+        if len(shape) == 3 and name != "eigenvalues"
+    }
     # In units of n³: an eigendecomposition with its vectors, or a Cholesky decomposition.
     per_cube = 9.0 if curvature.inverse_class.redamps_cheaply else 1 / 3
-    cubes = sum(groups * size**3 for groups, size, _ in squares)
+    operations = sum(
+        groups * size**2 * (per_cube * size if width == size else 2.0 * width)
+        for groups, size, width in shapes.values()
+    )
     bytes_each = curvature.layer.dtype.itemsize
     return LayerSize(
         # Never zero, so that cheap inverses are distributed evenly too.
-        max(1.0, per_cube * cubes),
+        max(1.0, operations),
         bytes_each * _numbers(_packings(curvature)),
         bytes_each * sum(parameter.numel() for parameter in curvature.layer.trained().values()),
         can_be_kept=not curvature.measured_shapes(),

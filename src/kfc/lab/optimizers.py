@@ -122,6 +122,8 @@ class RefreshOptions(OptimizerOptions):
             "schedule": Periods(
                 self.statistics_period or self.periods.statistics,
                 self.inverse_period or self.periods.inverse,
+                # Periods that are given are kept.
+                None if self.statistics_period or self.inverse_period else self.periods.overhead,
             ),
             "parallel": self.parallel.make(),
         }

@@ -106,7 +106,7 @@ class CurvatureAccess:
 
     def _notes(self) -> list[str]:
         """Return what ``describe()`` says below its table."""
-        return [self.engine.collector.losses.describe()]
+        return [self.engine.allowance.describe(), self.engine.collector.losses.describe()]
 
     def close(self) -> None:
         """Remove all hooks from the model and end the thread; no step can follow."""

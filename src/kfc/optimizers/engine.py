@@ -19,6 +19,7 @@ from kfc.fisher.calls import without_autocast
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.fisher.losses import Losses
 from kfc.layers import find_layers
+from kfc.optimizers.costs import Allowance, counted_costs
 from kfc.optimizers.skipping import SkippedSteps
 from kfc.schedule import Budget, Periods, Schedule, longest
 from kfc.statistics.collector import Collector
@@ -27,7 +28,7 @@ from kfc.statistics.hooks import ModelHooks
 STATE_VERSION = 9
 STATE_KEYS = (
     *("steps", "skipped_steps", "generator", "losses", "expected", "replaces_guess"),
-    *("budget", "curvature", "inverses"),
+    *("budget", "allowance", "curvature", "inverses"),
 )
 
 
@@ -88,6 +89,7 @@ class Engine:
         self.plan = plan.without({name: reason for name, reason in reasons.items() if reason})
         self.device = next(model.parameters()).device
         self.schedule = Schedule(schedule, self.device, self.reducer.mean, norm_rate)
+        self.allowance = Allowance(schedule.overhead if isinstance(schedule, Periods) else None)
         self.curvature = ModelCurvature(self.plan, options, self.reducer)
         self.reducer.place(self.curvature.layers, longest(schedule.inverse or Periods().inverse))
         self.refresher = InverseRefresher(self.curvature, parallel, self.reducer)
@@ -151,7 +153,7 @@ class Engine:
         with self.full_precision():
             batch = self.collector.finish(loss_scale)
             clock = self.collector.clock
-            if batch.moments:
+            if clock.spent:
                 self.schedule.add_seconds("statistics", clock.spent)
             if self.steps == 0:
                 self._require_statistics(gradients, batch)
@@ -183,7 +185,7 @@ class Engine:
             bad = ~all_finite([*largest_entries(gradients.values()), *traces])
             if overflow is not None:
                 bad = bad | moved(overflow, bad.device)
-            due = self.schedule.inverses_are_due(self.steps + 1)
+            due = self._inverses_are_due()
             if not (wait or traces or due or self.curvature.lacks_inverses()):
                 self.doubt(bad, overflow)
                 return True
@@ -201,6 +203,8 @@ class Engine:
         """
         if may_skip:
             self._before = self.curvature.snapshot(), self.refresher.snapshot()
+        if batch.moments:
+            self.allowance.set_costs(counted_costs(self.curvature, batch))
         with self.schedule.timed("averages"), self.full_precision():
             self.curvature.update_(batch, replace=self._replaces_guess)
         if self.steps == 0:
@@ -222,7 +226,7 @@ class Engine:
             self.refresher.refresh(
                 step,
                 damping,
-                due=self.schedule.inverses_are_due(step),
+                due=self._inverses_are_due(),
                 period=self.schedule.lengths(step)["inverse"],
                 at_once=at_once,
             )
@@ -247,6 +251,7 @@ class Engine:
         if self.in_doubt is not None:
             self.skipped_steps.add_on_device(self.in_doubt, self._quietly)
         self.schedule.end_measuring(self.steps + 1)
+        self.allowance.end_step(self._statistics_are_due(), self._inverses_are_due())
         self.steps += 1
         self._prepare_next()
 
@@ -275,8 +280,14 @@ class Engine:
     def _prepare_next(self) -> None:
         self.in_doubt = self._quietly = self._before = None
         step = self.steps + 1
-        due, clock = self.schedule.statistics_are_due(step), self.schedule.clock_device
-        self.collector.begin_step(step, due=due, clock_device=clock)
+        clock = self.schedule.clock_device
+        self.collector.begin_step(step, due=self._statistics_are_due(), clock_device=clock)
+
+    def _statistics_are_due(self) -> bool:
+        return self.schedule.statistics_are_due(self.steps + 1) and self.allowance.allows(0)
+
+    def _inverses_are_due(self) -> bool:
+        return self.schedule.inverses_are_due(self.steps + 1) and self.allowance.allows(1)
 
     def full_precision(self) -> torch.autocast:
         return without_autocast(self.device)
@@ -296,6 +307,7 @@ class Engine:
             "expected": self.collector.expected(),
             "replaces_guess": self._replaces_guess,
             "budget": self.schedule.state_dict(),
+            "allowance": self.allowance.state_dict(),
             "curvature": self.curvature.state_dict(),
             "inverses": self.refresher.state_dict(),
         }
@@ -306,6 +318,7 @@ class Engine:
         for counter in ("steps", "skipped_steps"):
             require_whole(f"the state's {counter}", state[counter], low=0)
         Schedule.check_state(state["budget"])
+        Allowance.check_state(state["allowance"])
         self.collector.draws.generator.check_state(state["generator"])
         self.collector.losses.check_state(state["losses"])
         require_keys("state of the last step", state["expected"], self.collector.expected())
@@ -321,6 +334,7 @@ class Engine:
         self.collector.expect(**state["expected"])
         self._replaces_guess = state["replaces_guess"]
         self.schedule.load_state_dict(state["budget"])
+        self.allowance.load_state_dict(state["allowance"])
         self.curvature.load_state_dict(state["curvature"])
         self.refresher.load_state_dict(state["inverses"])
         self.steps = state["steps"]

@@ -1,5 +1,6 @@
 """Products with the exact Fisher matrix of the batch of a step."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -24,7 +25,7 @@ def fisher_products(
     examples = sum(observation.examples for observation in observations)
     # Batch normalisation has no statistics of a single example.
     fewest = 2 if mixes_examples(engine.model) else 1
-    parts = first_part(observations, fraction, fewest)
+    parts = first_part(observations, math.ceil(examples * fraction), fewest)
     products = [_products_of_part(engine, part, vectors) for part in parts]
     covered = sum(count for _, count in products)
     total = torch.zeros(len(vectors), len(vectors)).double()

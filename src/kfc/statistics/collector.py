@@ -20,6 +20,7 @@ from kfc.distributed.reducer import Reducer
 from kfc.fisher.calls import ModelCall, without_autocast
 from kfc.fisher.likelihoods import Weights
 from kfc.fisher.losses import Losses
+from kfc.schedule import now
 from kfc.statistics.backward import RecordedPass
 from kfc.statistics.buffers import BufferGuard
 from kfc.statistics.clock import Clock
@@ -51,6 +52,7 @@ class Collector:
         records_random_state: whether passes will be run again from their initial random state.
         is_guess: whether weights were assumed before the examples of a step were known.
         clock: measures the time of gathering statistics.
+        draws, replays: how statistics are gathered from whole passes, and from parts of a step.
     """
 
     def __init__(
@@ -82,9 +84,7 @@ class Collector:
         self._due = True
         self._estimating = False
         self._has_loss = True
-        self._replays = Replays(curvature, losses, self.draws, reducer.size)
-        # Whether the statistics of the step come from replays of a part of its examples.
-        self._is_replaying = False
+        self.replays = Replays(curvature, losses, self.draws, reducer.size)
         self._batch = BatchStatistics()
 
     # What the collector should do
@@ -107,7 +107,7 @@ class Collector:
         self._observations.clear()
         self.buffers.forget()
         self.clock.reset()
-        self._is_replaying = False
+        self.replays.end_step()
 
     def drop_backward(self) -> None:
         """Forget passes whose backward pass has come, because its gradients were dropped."""
@@ -161,14 +161,14 @@ class Collector:
         if self.clock.started is None:
             self.clock.start()
             self._reducer.begin_step(self._step)
-            examples = max(size, self._expected_examples or 0)
-            self._is_replaying = not self._estimating and self._replays.are_preferred(examples)
+            if not self._estimating:
+                self.replays.decide(max(size, self._expected_examples or 0))
         if not self._estimating:
             # DistributedDataParallel changes buffers between passes; checkpointing, in backward.
             is_unused = self._reducer.owns_buffers and not self.observations
             self.buffers.before_pass(may_wait=self._due, is_unused=is_unused)
         wanted = self._wanted()
-        if not wanted or self._is_replaying:
+        if not wanted or self.replays.are_active:
             return None
         layers, fresh = self._curvature.layers, self._estimating
         return RecordedPass(
@@ -358,11 +358,12 @@ class Collector:
         self._expected_examples = count_examples(self.observations) or None
         for observation in self.observations:
             self._add_moments(observation, *self._end_gathering(observation))
-        batch = self._batch
-        with self.clock.timed("optimizer"):
-            if self._is_replaying:
-                self._replay()
-            self._reducer.receive_(batch, self._wanted(), due=self._due, fresh=self._estimating)
+        batch, start = self._batch, now(self.clock.device)
+        if self.replays.are_active:
+            self._replay()
+        self._reducer.receive_(batch, self._wanted(), due=self._due, fresh=self._estimating)
+        if batch.moments:
+            self.clock.add("optimizer", now(self.clock.device) - start)
         if batch.examples:
             scale = self._growth(1, batch.examples / self._reducer.size)
             scale /= float(loss_scale) if self.losses.is_summed else 1.0
@@ -373,7 +374,7 @@ class Collector:
         """Gather statistics from a part of the step's examples, with passes of their own."""
         with self._gathering():
             passes, weights = self.observations, self.weights_by_pass
-            self._replays.gather(passes, self._batch, weights, due=self._due)
+            self.replays.gather(passes, self._batch, weights, due=self._due)
         self._batch.stand_for(count_examples(self.observations))
 
     def _growth(self, part: float, whole: float) -> float:

@@ -84,6 +84,10 @@ class ModelHooks:
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
         recorded: RecordedPass | None = getattr(self._thread, "recorded", None)
+        if recorded is None and getattr(self._thread, "running", False):
+            collector = self._collector()
+            if collector is not None and isinstance(output, Tensor):
+                collector.replays.note_output(name, output.numel())
         if recorded is None or name not in recorded.wanted or not self._layers[name].trained():
             return
         inputs = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))

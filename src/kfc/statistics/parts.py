@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 from kfc._helpers import tree_map
 from kfc.fisher.calls import ModelCall
 from kfc.fisher.likelihoods import Weights
-from kfc.statistics.observation import Observation, count_examples
+from kfc.statistics.observation import Observation
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,14 @@ class Part:
         return own if is_summed else own * self.observation.examples / rows
 
 
-def first_part(observations: Sequence[Observation], fraction: float, fewest: int) -> list[Part]:
+def first_part(observations: Sequence[Observation], count: int, fewest: int) -> list[Part]:
     """Return the passes that contain the first examples of a step, the last one cut.
 
     Args:
-        fraction: the part of the step's examples.
+        count: the number of examples.
         fewest: the smallest number of examples in a pass, if it has so many.
     """
-    parts, count = [], math.ceil(count_examples(observations) * fraction)
+    parts = []
     for observation in observations:
         if count <= 0:
             break

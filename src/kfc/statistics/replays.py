@@ -12,21 +12,26 @@ from kfc.curvature.model import ModelCurvature
 from kfc.curvature.statistics import BatchStatistics
 from kfc.fisher.likelihoods import Weights
 from kfc.fisher.losses import Losses
+from kfc.layers import MatrixLayer
 from kfc.statistics.backward import RecordedPass
 from kfc.statistics.draws import Draws
-from kfc.statistics.observation import Observation
+from kfc.statistics.observation import Observation, count_examples
 from kfc.statistics.parts import Part, first_part
 
 # Given a forward pass and the name of an output, the weights of its terms by backward pass.
 WeightsByPass = Callable[[Observation, str], list[Weights]]
-# The smallest number of examples in a part.
+# The smallest number of examples in a part; and of rows, relative to the width of a factor.
 FEWEST_EXAMPLES = 32
+ROWS_PER_WIDTH = 1 / 16
 
 
 class Replays:
     """Runs the model again on the first examples of a step, to gather its statistics.
 
     A step does this after the user's backward pass, which has freed its activations.
+
+    Attributes:
+        are_active: whether the statistics of the step come from replays.
     """
 
     def __init__(self, curvature: ModelCurvature, losses: Losses, draws: Draws, ranks: int) -> None:
@@ -36,18 +41,40 @@ class Replays:
         self._are_possible = options.needs_derivatives and options.fisher == "sampled"
         self._ranks = ranks
         self._can_cut = True
+        self.are_active = False
+        # The number of elements of every layer's outputs in the step.
+        self._elements: dict[str, int] = {}
 
-    def are_preferred(self, examples: int) -> bool:
-        """Return whether to replay a part of a step, not to go backward from all its outputs.
+    def end_step(self) -> None:
+        self.are_active = False
+        self._elements = {}
+
+    def decide(self, examples: int) -> None:
+        """Decide whether to replay a part of a step, or go backward from all its outputs.
 
         Args:
             examples: the number of examples in the step. It may differ between ranks, which must
                 all do the same, and does not count there.
         """
-        if not self._are_possible or self._fraction == 1 or self._ranks > 1:
-            return self._are_possible and self._fraction < 1
         part = max(FEWEST_EXAMPLES, self._fraction * examples)
-        return self._can_cut and 2 * part <= examples
+        is_cheaper = self._can_cut and 2 * part <= examples
+        possible = self._are_possible and self._fraction < 1
+        self.are_active = possible and (is_cheaper or self._ranks > 1)
+
+    def note_output(self, name: str, elements: int) -> None:
+        """Record a call of a layer in the user's own forward pass."""
+        self._elements[name] = self._elements.get(name, 0) + elements
+
+    def _fewest(self, examples: int) -> int:
+        """Return the smallest part that has enough rows for every layer's activation factor."""
+        fewest = float(FEWEST_EXAMPLES)
+        for name, elements in self._elements.items():
+            layer = self._curvature.layers[name].layer
+            if isinstance(layer, MatrixLayer):
+                width, outputs = layer.factor_sizes()
+                rows = elements / (outputs * layer.groups * examples)
+                fewest = max(fewest, ROWS_PER_WIDTH * width / rows)
+        return math.ceil(fewest)
 
     def gather(
         self,
@@ -66,7 +93,9 @@ class Replays:
         """
         wanted = self._curvature.trained_layers() if due else self._missing(batch)
         fraction = self._fraction if self._can_cut else 1.0
-        parts = first_part(observations, fraction, FEWEST_EXAMPLES)
+        examples = count_examples(observations)
+        count = max(self._fewest(examples), math.ceil(fraction * examples))
+        parts = first_part(observations, count, FEWEST_EXAMPLES)
         # A layer that runs for the first time may run in other passes only.
         rest = [Part(each, each.examples) for each in observations[len(parts) :]]
         for index, part in enumerate([*parts, *rest]):
