@@ -113,9 +113,9 @@ class Kronecker(FactorApproximation):
             each update of the statistics, not to each step: with statistics every T_s steps, the
             averages cover about T_s / (1 - ξ) steps. ``"averaging"``: ξ = exp(-1/τ) with τ the
             ``averaging_timescale`` of the optimizer, as in Algorithm 1.
-        fraction: the part of the batch that statistics are gathered from, but at least 32 examples,
-            with a forward and a backward pass of their own. Batches of less than 64 examples, and
-            those of the ``"empirical"`` Fisher matrix, are used as a whole.
+        fraction: the part of the batch that ``"sampled"`` statistics are gathered from, with a
+            forward and a backward pass of their own. It has at least 32 examples, and n / 16 rows
+            for every Ω of width n. One process uses batches of less than 64 examples as a whole.
         inverse: ``"factored"`` damps each factor (Cholesky decompositions); ``"eigen"`` adds the
             damping to the products of eigenvalues exactly.
         inverse_error: the error of the ``"factored"`` inverse of a factor wider than 1,100,
