@@ -32,11 +32,8 @@ def write_page(results: dict[str, Any], path: Path) -> None:
         )
         parts += ["<h2>A training step</h2>", figure(bars(results["steps"]), caption)]
     if "default" in results:
-        found = results["default"]
-        parts.append(
-            f"<p>KFC with default settings, mean ratio to SGD: {found['first_hundred']:.2f} over "
-            f"the first hundred steps, {found['second_hundred']:.2f} over the second.</p>"
-        )
+        found = [f"{ratio:.2f} in steps {steps}" for steps, ratio in results["default"].items()]
+        parts.append(f"<p>KFC with default settings, mean ratio to SGD: {', '.join(found)}.</p>")
     if "moments" in results:
         rows = [
             {

@@ -29,7 +29,9 @@ HERE = Path(__file__).parent
 SECTIONS = ("moments", "growth", "steps", "default", "first")
 # The number of rounds of methods that need a whole cycle of steps.
 CYCLE_ROUNDS = 3
-# The number of steps that means of the default settings cover.
+# The steps that means of the default settings cover.
+PARTS = ((1, 25), (1, 100), (101, 200))
+# Progress is shown after so many steps.
 HUNDRED = 100
 
 
@@ -120,7 +122,7 @@ class Bench:
         return [result.summary() for result in timed.values()]
 
     def default_settings(self) -> dict[str, Any]:
-        """Return mean ratios to SGD over the first and second hundred steps with defaults."""
+        """Return mean ratios to SGD over parts of the first 200 steps with default settings."""
         torch.manual_seed(0)
         plain = PLAIN.build(self.network.model(self.device))
         ours = DEFAULT.build(self.network.model(self.device))
@@ -131,9 +133,9 @@ class Bench:
             if (turn + 1) % HUNDRED == 0:
                 say(f"default settings: step {turn + 1} of {2 * HUNDRED}")
         result = {}
-        for name, part in (("first", times[:HUNDRED]), ("second", times[HUNDRED:])):
-            mine, theirs = sum(b for _, b in part), sum(a for a, _ in part)
-            result[f"{name}_hundred"] = mine / theirs
+        for first, last in PARTS:
+            part = times[first - 1 : last]
+            result[f"{first} to {last}"] = sum(b for _, b in part) / sum(a for a, _ in part)
         return result
 
     def first_steps(self, methods: Iterable[Method]) -> list[dict[str, Any]]:
@@ -231,8 +233,7 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
         ]
         yield Table("Step, relative to SGD", ["method", "ms", "ratio", ""], rows)
     if "default" in results:
-        names = {"1 to 100": "first_hundred", "101 to 200": "second_hundred"}
-        rows = [[steps, f"{results['default'][name]:.2f}"] for steps, name in names.items()]
+        rows = [[steps, f"{ratio:.2f}"] for steps, ratio in results["default"].items()]
         yield Table("KFC with default settings, mean", ["steps", "ratio"], rows)
     if "first" in results:
         rows = [
