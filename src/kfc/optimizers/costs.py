@@ -15,8 +15,10 @@ from kfc.layers import MatrixLayer
 
 # Decompositions and Fourier transforms take longer than products with as many multiply-adds.
 HANDICAP = 2.0
-# What the first steps may spend beyond their overhead, in forward and backward passes.
-CREDIT = 5.0
+# Step t may spend 1 + EARLY / t times the overhead.
+EARLY = 20.0
+# The largest amount that is saved for later steps, in forward and backward passes.
+MOST_SAVED = 5.0
 
 
 class Costs(NamedTuple):
@@ -95,9 +97,9 @@ class Allowance:
     """Postpones refreshes that cost more than a share of the user's own passes.
 
     Let S and I be the costs of refreshing statistics and inverses once, in forward and backward
-    passes. Every step earns overhead / (S + I) refreshes of each kind. There is a credit of five
-    passes at the start, because curvature changes fastest then. What is not used is lost, beyond
-    the credit or one refresh.
+    passes. Step t earns overhead (1 + 20 / t) / (S + I) refreshes of each kind: more at the start,
+    because curvature changes fastest then. What is not used is saved, up to five passes or one
+    refresh, whichever is more.
 
     Args:
         overhead: the allowed share; ``None``: nothing is postponed.
@@ -114,26 +116,23 @@ class Allowance:
         return self._overhead is None or self.costs is None or self._balances[kind] >= 1
 
     def set_costs(self, costs: Costs) -> None:
-        """Record the costs of a step; the first ones determine the credit."""
-        relative = costs.relative()
-        if self.costs is None:
-            self._balances = [self._most(relative)] * 2
-        self.costs = relative
+        """Record the costs of a step."""
+        self.costs = costs.relative()
 
-    def end_step(self, *refreshed: bool) -> None:
-        """Count a step, and what it has refreshed: statistics, inverses."""
+    def end_step(self, step: int, *refreshed: bool) -> None:
+        """Count a step, the first of which is 1, and what it has refreshed: statistics, inverses.
+
+        The refreshes of the first step are free, because every run needs them.
+        """
         if self._overhead is None or self.costs is None:
             return
-        per_step = self._overhead / max(1e-12, self.costs.statistics + self.costs.inverses)
-        most = self._most(self.costs)
+        cost = max(1e-12, self.costs.statistics + self.costs.inverses)
+        earned = self._overhead * (1 + EARLY / step) / cost
+        most = max(1.0, MOST_SAVED / cost)
         self._balances = [
-            min(most, balance - done + per_step)
+            min(most, balance - (done and step > 1) + earned)
             for balance, done in zip(self._balances, refreshed, strict=True)
         ]
-
-    @staticmethod
-    def _most(costs: Costs) -> float:
-        return max(1.0, CREDIT / max(1e-12, costs.statistics + costs.inverses))
 
     def describe(self) -> str:
         """Return one line with the costs, once they are known."""

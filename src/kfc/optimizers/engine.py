@@ -251,7 +251,8 @@ class Engine:
         if self.in_doubt is not None:
             self.skipped_steps.add_on_device(self.in_doubt, self._quietly)
         self.schedule.end_measuring(self.steps + 1)
-        self.allowance.end_step(self._statistics_are_due(), self._inverses_are_due())
+        refreshed = self._statistics_are_due(), self._inverses_are_due()
+        self.allowance.end_step(self.steps + 1, *refreshed)
         self.steps += 1
         self._prepare_next()
 
