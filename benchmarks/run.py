@@ -31,8 +31,6 @@ SECTIONS = ("moments", "growth", "steps", "default", "first")
 CYCLE_ROUNDS = 3
 # The steps that means of the default settings cover.
 PARTS = ((1, 25), (1, 100), (101, 200))
-# Progress is shown after so many steps.
-HUNDRED = 100
 
 
 @dataclass
@@ -128,12 +126,13 @@ class Bench:
         ours = DEFAULT.build(self.network.model(self.device))
         self.seconds(plain, 3)
         times: list[tuple[float, float]] = []
-        for turn in range(2 * HUNDRED):
+        steps = self.options.default_steps
+        for turn in range(steps):
             times.append((self.seconds(plain), self.seconds(ours)))
-            if (turn + 1) % HUNDRED == 0:
-                say(f"default settings: step {turn + 1} of {2 * HUNDRED}")
+            if (turn + 1) % 25 == 0:
+                say(f"default settings: step {turn + 1} of {steps}")
         result = {}
-        for first, last in PARTS:
+        for first, last in [(first, last) for first, last in PARTS if last <= steps]:
             part = times[first - 1 : last]
             result[f"{first} to {last}"] = sum(b for _, b in part) / sum(a for a, _ in part)
         return result
@@ -265,6 +264,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--network", choices=NETWORKS, default="cifar10")
     parser.add_argument("--batch", type=int, help="the batch size; by default that of the network")
     parser.add_argument("--repeats", type=int, default=15, help="the number of timed rounds")
+    parser.add_argument(
+        "--default-steps", type=int, default=200, help="the steps that default settings are timed"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(

@@ -63,9 +63,9 @@ class Periods:
         statistics: T_s, the period of the factors' statistics: a number or a ``Stretch``.
         inverse: T_f, the period of the inverses: a number or a ``Stretch``.
         overhead: a refresh that is due is left out if refreshes would cost more than this share of
-            your own forward and backward passes, on average; at step t, more than 1 + 20 / t times
-            this share. Costs are multiply-adds, counted from the shapes of the layers, so that they do
-            not depend on the speed of the machine. ``None``: none is left out.
+            your own forward and backward passes, on average; at step t, 1 + 20 / t times as much is
+            allowed. Costs are multiply-adds, counted from the shapes of the layers, so that they
+            do not depend on the speed of the machine. ``None``: none is left out.
     """
 
     statistics: Period = Stretch(10)
