@@ -152,4 +152,4 @@ def test_the_description_contains_the_costs():
     train(model, optimizer, 1)
     text = optimizer.describe()
     assert "statistics" in text
-    assert "refreshes within 0.1 per step" in text
+    assert "refreshes within 0.25 per step" in text

@@ -72,7 +72,7 @@ class KFC(CurvatureOptimizer):
         strict: bool = False,
         seed: int | None = None,
         curvature: CurvatureChoice = "kfc",
-        schedule: Periods | Budget = Periods(overhead=0.1),  # noqa: B008 - immutable
+        schedule: Periods | Budget = Periods(overhead=0.25),  # noqa: B008 - immutable
         parallel: Parallel | None = None,
     ) -> None:
         defaults = {
