@@ -40,7 +40,9 @@ class ChannelCurvature(LayerCurvature):
         size = len(self.layer.trained())
         return ((self.layer.weight.numel(), size, size),)
 
-    def invert(self, running: tuple[Tensor, ...], damping: Damping) -> Inverse:
+    def invert(
+        self, running: tuple[Tensor, ...], damping: Damping, previous: Inverse | None = None
+    ) -> Inverse:
         return ChannelInverse({"inverse": invert_blocks(running[0], *damping)})
 
     def apply_inverse(self, inverse: Inverse, gradients: dict[str, Tensor]) -> dict[str, Tensor]:

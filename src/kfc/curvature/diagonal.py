@@ -36,7 +36,9 @@ class DiagonalCurvature(LayerCurvature):
         width, height = self.layer.factor_sizes()
         return ((self.layer.groups, height * width),)
 
-    def invert(self, running: tuple[Tensor, ...], damping: Damping) -> Inverse:
+    def invert(
+        self, running: tuple[Tensor, ...], damping: Damping, previous: Inverse | None = None
+    ) -> Inverse:
         (squares,) = running
         damped = squares + damping.weight
         if damping.bias != damping.weight:

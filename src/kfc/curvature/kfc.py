@@ -73,13 +73,15 @@ class KroneckerCurvature(LayerCurvature):
 
     # Inverses
 
-    def invert(self, running: tuple[Tensor, ...], damping: Damping) -> Inverse:
+    def invert(
+        self, running: tuple[Tensor, ...], damping: Damping, previous: Inverse | None = None
+    ) -> Inverse:
         return self.inverse_class.of(
             self.factors_of(running),
             damping.weight,
             damping.bias_ratio,
             tolerance=self.inverse_error,
-            previous=self.state.inverse if self.is_current() else None,
+            previous=previous,
         )
 
     def has_variable_inverse(self) -> bool:

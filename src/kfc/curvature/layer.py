@@ -77,10 +77,15 @@ class LayerCurvature(ABC):
         return ()
 
     @abstractmethod
-    def invert(self, running: tuple[Tensor, ...], damping: Damping) -> Inverse:
+    def invert(
+        self, running: tuple[Tensor, ...], damping: Damping, previous: Inverse | None = None
+    ) -> Inverse:
         """Return the inverse of the block with these averages, damped by δ = λ + γ.
 
         If only the weight or only the bias is trained, both parts of the damping are equal.
+
+        Args:
+            previous: an earlier inverse of the block, which may help to find this one.
         """
 
     def redamped(self, damping: Damping) -> Inverse:
@@ -91,7 +96,7 @@ class LayerCurvature(ABC):
         damping = damping.restricted(self.state.roles)
         same_ratio = damping.bias_ratio == self.state.damping.bias_ratio
         cheap = inverse.redamped(damping.weight) if same_ratio else None
-        return cheap or self.invert(running, damping)
+        return cheap or self.invert(running, damping, inverse)
 
     def has_variable_inverse(self) -> bool:
         """Return whether the inverse determines the shapes of its tensors: two widths."""

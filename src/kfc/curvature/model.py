@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -87,7 +88,8 @@ class ModelCurvature:
     def refresh_inverses(self, damping: Callable[[str], Damping], *, only_missing: bool) -> None:
         """Invert every known block, damped by δ of its layer, or only those without an inverse."""
         blocks = self.blocks(damping, only_missing=only_missing)
-        self.adopt_inverses(blocks, self.invert(blocks))
+        previous = {name: self.layers[name].state.inverse for name in blocks}
+        self.adopt_inverses(blocks, self.invert(blocks, previous))
 
     def blocks(
         self, damping: Callable[[str], Damping], *, only_missing: bool = False
@@ -130,12 +132,22 @@ class ModelCurvature:
             stacklevel=2,
         )
 
-    def invert(self, blocks: Mapping[str, Block]) -> dict[str, Inverse]:
-        """Return the inverses that are computed here; any thread may call this."""
-        return self._reducer.compute(
-            blocks,
-            lambda name: self.layers[name].invert(blocks[name].running, blocks[name].damping),
-        )
+    def invert(
+        self,
+        blocks: Mapping[str, Block],
+        previous: Mapping[str, Inverse | None] = MappingProxyType({}),
+    ) -> dict[str, Inverse]:
+        """Return the inverses that are computed here; any thread may call this.
+
+        Args:
+            previous: earlier inverses of the blocks, to begin with.
+        """
+
+        def inverted(name: str) -> Inverse:
+            running, damping, _ = blocks[name]
+            return self.layers[name].invert(running, damping, previous.get(name))
+
+        return self._reducer.compute(blocks, inverted)
 
     def adopt_inverses(self, blocks: Mapping[str, Block], own: Mapping[str, Inverse]) -> None:
         """Use the inverses of blocks whose trained parameters are still the same.

@@ -161,7 +161,9 @@ class WhiteningCurvature(LayerCurvature):
             return ((groups, self.layer.factor_sizes()[0]),)
         return ((groups * self.blocks(), width, width),)
 
-    def invert(self, running: tuple[Tensor, ...], damping: Damping) -> Inverse:
+    def invert(
+        self, running: tuple[Tensor, ...], damping: Damping, previous: Inverse | None = None
+    ) -> Inverse:
         factor, groups = running[0], self.layer.groups
         has_bias = self._has_bias(factor)
         return WhiteningRoot(
