@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kfc
 from kfc.optimizers.costs import EARLY, Allowance, Costs
+from resuming import assert_resumes
 
 
 def network(width=8):
@@ -26,7 +27,7 @@ def batch(examples=128):
 
 def train(model, optimizer, steps, examples=128):
     images, labels = batch(examples)
-    for _ in range(steps):
+    for _ in steps:
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()
@@ -41,7 +42,7 @@ def test_the_passes_are_counted_as_torch_counts_them():
     optimizer = kfc.KFC(model, curvature=kfc.Kronecker(fraction=1), seed=0)
     costs = []
     optimizer.engine.allowance.set_costs = costs.append
-    train(model, optimizer, 1)
+    train(model, optimizer, range(1))
     # Two operations for each multiply-add; the bias is an input of a factor too.
     assert 2 * costs[0].plain == pytest.approx(counter.get_total_flops(), rel=0.05)
 
@@ -51,7 +52,7 @@ def test_a_part_of_the_batch_is_cheaper_and_stands_for_the_same_step():
     for fraction in (0.25, 1):
         model = network()
         optimizer = kfc.KFC(model, curvature=kfc.Kronecker(fraction=fraction), seed=0)
-        train(model, optimizer, 1, examples=256)
+        train(model, optimizer, range(1), examples=256)
         found[fraction] = optimizer.engine.allowance.costs
     assert found[0.25].inverses == pytest.approx(found[1].inverses)
     assert found[0.25].statistics < 0.6 * found[1].statistics
@@ -99,7 +100,7 @@ def test_an_expensive_refresh_is_still_made_now_and_then():
 def test_cheap_refreshes_follow_their_periods():
     model = network()
     optimizer = kfc.KFC(model, seed=0, schedule=kfc.Periods(1, 1, overhead=1000.0))
-    train(model, optimizer, 12)
+    train(model, optimizer, range(12))
     assert all(optimizer.engine.allowance.allows(kind) for kind in (0, 1))
 
 
@@ -111,7 +112,7 @@ def test_the_overhead_postpones_refreshes_of_a_model():
         optimizer = kfc.KFC(model, seed=0, schedule=schedule, clip=kfc.FisherClip(None))
         calls = []
         model[0].register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        train(model, optimizer, 40)
+        train(model, optimizer, range(40))
         counts[overhead] = len(calls) - 40
     assert counts[None] == 40
     assert 2 < counts[0.02] < 30
@@ -122,22 +123,13 @@ def test_a_run_with_an_overhead_resumes_bit_for_bit():
         model = network()
         return model, kfc.KFC(model, seed=0, schedule=kfc.Periods(1, 1, overhead=0.05))
 
-    model, optimizer = new()
-    train(model, optimizer, 17)
-    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-    train(model, optimizer, 9)
-    other, resumed = new()
-    other.load_state_dict(saved[0])
-    resumed.load_state_dict(saved[1])
-    train(other, resumed, 9)
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, two)
+    assert_resumes(new, train, range(17), range(9))
 
 
 def test_damaged_states_are_refused():
     model = network()
     optimizer = kfc.KFC(model, seed=0)
-    train(model, optimizer, 2)
+    train(model, optimizer, range(2))
     for damage in ({"costs": [1.0]}, {"balances": []}, {"balances": [1.0, "x"]}):
         state = copy.deepcopy(optimizer.state_dict())
         state["curvature"]["allowance"] |= damage
@@ -149,7 +141,7 @@ def test_the_description_contains_the_costs():
     model = network()
     optimizer = kfc.KFC(model, seed=0)
     assert "counted in the first step" in optimizer.describe()
-    train(model, optimizer, 1)
+    train(model, optimizer, range(1))
     text = optimizer.describe()
     assert "statistics" in text
     assert "refreshes within 0.25 per step" in text

@@ -1,6 +1,5 @@
 """Inverses of wide factors from leading eigenpairs, compared with dense solves in float64."""
 
-import copy
 import re
 
 import pytest
@@ -12,7 +11,7 @@ from torch.testing import assert_close
 
 import kfc
 from kfc.curvature.damped import DampedInverse, Form
-from kfc.curvature.kronecker import FactoredInverse, Factors
+from kfc.curvature.kronecker import Accuracy, FactoredInverse, Factors
 from kfc.curvature.low_rank import (
     NARROWEST,
     _inverse,
@@ -22,6 +21,7 @@ from kfc.curvature.low_rank import (
     widest,
 )
 from ranks import run_ranks
+from resuming import assert_resumes
 
 SIZE = 300
 DAMPING = torch.tensor([0.1, 0.02], dtype=torch.float64)
@@ -167,10 +167,10 @@ def wide_factors():
 
 def test_only_wide_factors_are_of_low_rank():
     factors = wide_factors()
-    exact, cheap = (FactoredInverse.of(factors, 1e-3, tolerance=t) for t in (None, 0.05))
+    exact, cheap = (FactoredInverse.of(factors, 1e-3, 1.0, Accuracy(t)) for t in (None, 0.05))
     assert [exact.activation.form, exact.derivative.form] == [Form.CHOLESKY, Form.EXPLICIT]
     assert [cheap.activation.form, cheap.derivative.form] == [Form.LOW_RANK, Form.EXPLICIT]
-    again = FactoredInverse.of(factors, 1e-3, tolerance=0.05, previous=cheap)
+    again = FactoredInverse.of(factors, 1e-3, 1.0, Accuracy(0.05, cheap))
     gradient = torch.randn(1, 6, NARROWEST + 5).double() @ factors.activation
     expected = exact.apply(gradient)
     for inverse in (cheap, again):
@@ -179,7 +179,7 @@ def test_only_wide_factors_are_of_low_rank():
 
 def test_the_damping_of_a_bias_is_its_own():
     factors, ratio = wide_factors(), 50.0
-    exact, cheap = (FactoredInverse.of(factors, 1e-3, ratio, tolerance=t) for t in (None, 0.01))
+    exact, cheap = (FactoredInverse.of(factors, 1e-3, ratio, Accuracy(t)) for t in (None, 0.01))
     assert cheap.activation.form is Form.LOW_RANK
     gradient = torch.randn(1, 6, NARROWEST + 5).double() @ factors.activation
     expected = exact.apply(gradient)
@@ -239,17 +239,8 @@ def test_a_run_resumes_bit_for_bit(parallel):
         schedule = kfc.Periods(1, 2)
         return model, kfc.KFC(model, seed=0, schedule=schedule, parallel=parallel)
 
-    model, optimizer = new()
-    train(model, optimizer, range(5))
+    optimizer = assert_resumes(new, train, range(5), range(5, 10))
     assert forms(optimizer)["0"] is Form.LOW_RANK
-    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-    train(model, optimizer, range(5, 10))
-    other, resumed = new()
-    other.load_state_dict(saved[0])
-    resumed.load_state_dict(saved[1])
-    train(other, resumed, range(5, 10))
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, two)
 
 
 def test_a_state_with_too_many_columns_is_refused():

@@ -1,6 +1,5 @@
 """Statistics of a part of the batch, compared with those of the part alone."""
 
-import copy
 import warnings
 
 import pytest
@@ -12,6 +11,7 @@ from torch.testing import assert_close
 
 import kfc
 from ranks import run_ranks
+from resuming import assert_resumes
 
 WHOLE = kfc.Kronecker(fraction=1)
 
@@ -214,16 +214,7 @@ def test_a_run_resumes_bit_for_bit(curvature):
             F.cross_entropy(model(images), labels).backward()
             optimizer.step()
 
-    model, optimizer = new()
-    train(model, optimizer, range(4))
-    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-    train(model, optimizer, range(4, 9))
-    other, resumed = new()
-    other.load_state_dict(saved[0])
-    resumed.load_state_dict(saved[1])
-    train(other, resumed, range(4, 9))
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, two)
+    assert_resumes(new, train, range(4), range(4, 9))
 
 
 def trained_on_ranks(rank, size):

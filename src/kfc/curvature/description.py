@@ -40,9 +40,8 @@ def describe_layers(model: nn.Module, plan: Plan, curvature: ModelCurvature) -> 
 
 
 def _memory(curvature: LayerCurvature) -> int:
-    inverse = curvature.state.inverse
-    widths = () if inverse is None else inverse.widths_of(inverse.tensors)
-    shapes = [*curvature.running_shapes(), *curvature.inverse_shapes(widths).values()]
+    inverse = curvature.inverse_shapes(curvature.inverse_widths())
+    shapes = [*curvature.running_shapes(), *inverse.values()]
     return sum(map(prod, shapes)) * curvature.layer.dtype.itemsize
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from kfc.curvature.damping import Damping
 from kfc.curvature.factor import Shape, trace
 from kfc.curvature.kronecker import (
+    Accuracy,
     FactoredInverse,
     Factors,
     Inverse,
@@ -76,13 +77,8 @@ class KroneckerCurvature(LayerCurvature):
     def invert(
         self, running: tuple[Tensor, ...], damping: Damping, previous: Inverse | None = None
     ) -> Inverse:
-        return self.inverse_class.of(
-            self.factors_of(running),
-            damping.weight,
-            damping.bias_ratio,
-            tolerance=self.inverse_error,
-            previous=previous,
-        )
+        factors, accuracy = self.factors_of(running), Accuracy(self.inverse_error, previous)
+        return self.inverse_class.of(factors, damping.weight, damping.bias_ratio, accuracy)
 
     def has_variable_inverse(self) -> bool:
         is_wide = any(len(s) == 3 and s[-1] >= NARROWEST for s in self.factor_shapes())

@@ -128,27 +128,34 @@ class Inverse(ABC):
         return self
 
 
+class Accuracy(NamedTuple):
+    """How accurate an inverse has to be.
+
+    Attributes:
+        tolerance: the allowed error of each factor's inverse, if a cheaper one exists; ``None``:
+            exact.
+        previous: an earlier inverse of the block, which may help to find the next one.
+    """
+
+    tolerance: float | None = None
+    previous: Inverse | None = None
+
+
+EXACT = Accuracy()
+
+
 class KroneckerInverse(Inverse):
     """The inverse of a damped block Ω ⊗ Γ, which is applied to (groups, m, n)."""
 
     @classmethod
     @abstractmethod
     def of(
-        cls,
-        factors: Factors,
-        damping: float,
-        bias_ratio: float = 1.0,
-        *,
-        tolerance: float | None = None,
-        previous: Inverse | None = None,
+        cls, factors: Factors, damping: float, bias_ratio: float = 1.0, accuracy: Accuracy = EXACT
     ) -> Self:
         """Return the inverse of the block with these factors, damped by δ.
 
         Args:
             bias_ratio: s² = δ_bias / δ; the first coordinate of Ω is damped by s² δ.
-            tolerance: the allowed error of each factor's inverse, if a cheaper one exists;
-                ``None``: exact.
-            previous: the last inverse of the block, which may help to find the next one.
         """
 
     @classmethod
@@ -186,17 +193,12 @@ class FactoredInverse(KroneckerInverse):
 
     @classmethod
     def of(
-        cls,
-        factors: Factors,
-        damping: float,
-        bias_ratio: float = 1.0,
-        *,
-        tolerance: float | None = None,
-        previous: Inverse | None = None,
+        cls, factors: Factors, damping: float, bias_ratio: float = 1.0, accuracy: Accuracy = EXACT
     ) -> Self:
         if bias_ratio != 1:
             scaled = scale_first(factors.activation, bias_ratio**-0.5)
             factors = factors._replace(activation=scaled)
+        tolerance, previous = accuracy
         starts = None
         if isinstance(previous, FactoredInverse):
             starts = previous.activation, previous.derivative
@@ -245,15 +247,9 @@ class EigenInverse(KroneckerInverse):
 
     @classmethod
     def of(
-        cls,
-        factors: Factors,
-        damping: float,
-        bias_ratio: float = 1.0,
-        *,
-        tolerance: float | None = None,
-        previous: Inverse | None = None,
+        cls, factors: Factors, damping: float, bias_ratio: float = 1.0, accuracy: Accuracy = EXACT
     ) -> Self:
-        """Return the exact inverse; neither a tolerance nor an earlier inverse is of use."""
+        """Return the inverse, which is always exact."""
         # A diagonal Ω needs no scale: the damping of each of its coordinates is added as it is.
         scales = bias_ratio != 1 and not is_diagonal(factors.activation)
         if scales:

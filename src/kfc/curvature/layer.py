@@ -102,6 +102,11 @@ class LayerCurvature(ABC):
         """Return whether the inverse determines the shapes of its tensors: two widths."""
         return False
 
+    def inverse_widths(self) -> tuple[int, ...]:
+        """Return what ``widths_of()`` returns for the inverse in use; empty if there is none."""
+        inverse = self.state.inverse
+        return () if inverse is None else inverse.widths_of(inverse.tensors)
+
     def inverse_shapes(self, widths: tuple[int, ...] = ()) -> dict[str, Shape]:
         """Return the shapes of an inverse's tensors, for the parameters trained now.
 

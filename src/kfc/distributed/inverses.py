@@ -75,12 +75,10 @@ def _numbers(packings: Mapping[str, Packing]) -> int:
 
 def layer_size(curvature: LayerCurvature) -> LayerSize:
     """Return the cost of a layer's inverse, for the parameters trained now."""
-    inverse = curvature.state.inverse
-    widths = () if inverse is None else inverse.widths_of(inverse.tensors)
     # Eigenvalues may look like a square matrix, but cost nothing beside the bases.
     shapes = {
         name: shape
-        for name, shape in curvature.inverse_shapes(widths).items()
+        for name, shape in curvature.inverse_shapes(curvature.inverse_widths()).items()
         if len(shape) == 3 and name != "eigenvalues"
     }
     # In units of n³: an eigendecomposition with its vectors, or a Cholesky decomposition.

@@ -76,9 +76,7 @@ def _costs_of_layer(curvature: LayerCurvature, derivatives: Moment, share: float
     # Pairs of offsets with different distances are a few times as many as offsets.
     moment = groups * maps**2 * min(layer.offsets**2, HANDICAP * 4 * layer.offsets) / 2
     statistics = passes * product + rows * (moment + groups * outputs**2 / 2)
-    inverse = curvature.state.inverse
-    widths = () if inverse is None else inverse.widths_of(inverse.tensors)
-    kept = curvature.inverse_shapes(widths)
+    kept = curvature.inverse_shapes(curvature.inverse_widths())
     solves = 0.0
     for name, vectors in (("activation", outputs), ("derivative", inputs)):
         shape = kept.get(name, kept.get(f"{name}_basis", ()))

@@ -62,8 +62,9 @@ class Replays:
         self.are_active = possible and (is_cheaper or self._ranks > 1)
 
     def note_output(self, name: str, elements: int) -> None:
-        """Record a call of a layer in the user's own forward pass."""
-        self._elements[name] = self._elements.get(name, 0) + elements
+        """Record a call of a layer in the user's own forward pass, if a part will be replayed."""
+        if self.are_active:
+            self._elements[name] = self._elements.get(name, 0) + elements
 
     def _fewest(self, examples: int) -> int:
         """Return the smallest part that has enough rows for every layer's activation factor."""
