@@ -145,13 +145,14 @@ def _widened(
     """Return the columns with random ones added to them, (groups, n, width)."""
     known = 0 if columns is None else columns.shape[-1]
     shape = (*factor.shape[:-1], max(0, width - known))
-    new = torch.randn(shape, generator=generator).to(factor)
+    new = torch.randn(shape, generator=generator, dtype=torch.float32).to(factor)
     return new if columns is None else torch.cat([columns, new], dim=-1)
 
 
 def _spectrum(factor: Tensor, columns: Tensor, generator: torch.Generator) -> Spectrum:
     """Return the eigenpairs of A restricted to the span of orthonormal columns (groups, n, q)."""
-    noise = torch.randn(*factor.shape[:-1], PROBES, generator=generator).to(factor)
+    noise = torch.randn(*factor.shape[:-1], PROBES, generator=generator, dtype=torch.float32)
+    noise = noise.to(factor)
     product, of_noise = (factor @ torch.cat([columns, noise], dim=-1)).split(
         [columns.shape[-1], PROBES], dim=-1
     )
