@@ -21,3 +21,9 @@ def double():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def asynchronous(monkeypatch):
+    """Treat the CPU as a device that the host does not wait for if it need not."""
+    monkeypatch.setattr("kfc.optimizers.engine.is_asynchronous", lambda device: True)

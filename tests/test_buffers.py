@@ -469,6 +469,7 @@ def test_a_large_buffer_that_begins_to_change():
     assert run(lambda: module.table.add_(1)) == 1
 
 
+@pytest.mark.usefixtures("asynchronous")
 def test_the_host_does_not_wait_when_nothing_is_due(monkeypatch):
     model = network()
     optimizer = kfc.KFC(model, lr=1e-4, clip=None, schedule=KNOWN_TO["device"])

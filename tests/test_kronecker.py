@@ -115,7 +115,7 @@ def spread_factor(largest: float, n: int = 60) -> torch.Tensor:
 def shifted_inverse(factor: torch.Tensor, shift: float) -> torch.Tensor:
     """Return the dense inverse, by applying it to the identity."""
     (inverse,) = invert_shifted([factor], [torch.tensor([shift], dtype=factor.dtype)])
-    return inverse.times(torch.eye(factor.shape[-1], dtype=factor.dtype)[None])
+    return inverse.after(torch.eye(factor.shape[-1], dtype=factor.dtype)[None])
 
 
 @pytest.mark.parametrize("largest", [1e3, 1e4, 1e6])

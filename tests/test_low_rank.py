@@ -16,8 +16,9 @@ from kfc.curvature.low_rank import (
     NARROWEST,
     _inverse,
     _spectrum,
+    after,
     low_rank_inverse,
-    times,
+    times_,
     widest,
 )
 from ranks import run_ranks
@@ -46,7 +47,7 @@ def relative_errors(inverse, factor, root, shift=DAMPING):
     shape = (len(root), root.shape[-1], 400)
     noise = torch.randn(shape, generator=generator, dtype=torch.float64)
     exact = torch.linalg.solve(damped(factor, shift), root @ noise)
-    difference = times(inverse, root @ noise) - exact
+    difference = times_(inverse, root @ noise) - exact
     return (difference.square().sum((1, 2)) / exact.square().sum((1, 2))).sqrt()
 
 
@@ -55,7 +56,8 @@ def test_a_product_is_that_of_the_dense_matrix():
     matrix[..., 0] = torch.tensor([[2.0], [3.0]])
     columns = matrix[..., 1:]
     dense = matrix[..., :1] * torch.eye(6) - columns @ columns.mT
-    assert_close(times(matrix, right), dense @ right)
+    assert_close(times_(matrix, right.clone()), dense @ right)
+    assert_close(after(right.mT, matrix), (dense @ right).mT)
 
 
 def test_it_is_the_inverse_with_the_best_number_in_place_of_the_small_eigenvalues():
@@ -67,7 +69,7 @@ def test_it_is_the_inverse_with_the_best_number_in_place_of_the_small_eigenvalue
     mean = (small * inverses[:, :-rank]).sum(1, keepdim=True) / small.sum(1, keepdim=True)
     inverses[:, :-rank] = mean
     expected = (basis * inverses.unsqueeze(1)) @ basis.mT
-    found = times(matrix, torch.eye(SIZE, dtype=torch.float64).expand(2, -1, -1))
+    found = after(torch.eye(SIZE, dtype=torch.float64).expand(2, -1, -1), matrix)
     # Subspace iteration finds the last of the eigenvectors less accurately than the first.
     assert (found - expected).norm() < 0.02 * expected.norm()
 
@@ -145,7 +147,7 @@ def test_no_damping_of_a_singular_factor_leaves_it_to_the_exact_inverse():
 
 def test_a_factor_of_zeros_is_inverted_by_its_damping():
     zero = torch.zeros(1, SIZE, SIZE)
-    found = times(low_rank_inverse(zero, torch.tensor([0.5]), 0.05), torch.ones(1, SIZE, 1))
+    found = times_(low_rank_inverse(zero, torch.tensor([0.5]), 0.05), torch.ones(1, SIZE, 1))
     assert_close(found, torch.full((1, SIZE, 1), 2.0))
 
 
@@ -155,8 +157,8 @@ def test_it_is_unscaled_like_the_dense_inverse():
     scale = torch.eye(SIZE, dtype=torch.float64)
     scale[0, 0] = 3.0
     inverse = scale.inverse()
-    expected = inverse @ times(matrix, inverse @ right)
-    assert_close(DampedInverse(matrix, Form.LOW_RANK).unscaled(3.0).times(right), expected)
+    expected = inverse @ times_(matrix, inverse @ right)
+    assert_close(DampedInverse(matrix, Form.LOW_RANK).unscaled(3.0).times_(right.clone()), expected)
 
 
 def wide_factors():

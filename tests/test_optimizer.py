@@ -739,6 +739,7 @@ def test_a_bad_batch_changes_nothing(bad, fisher, when):
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+@pytest.mark.usefixtures("asynchronous")
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -777,6 +778,7 @@ class Waits(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("asynchronous")
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_step_with_nothing_due_waits_for_nothing_and_allocates_once(scaled, monkeypatch):
     model = nn.Sequential(nn.Flatten(), *(nn.Linear(36, 36) for _ in range(40)), nn.Linear(36, 3))
@@ -812,6 +814,7 @@ def test_the_guard_accepts_an_estimate_below_zero():
     assert float(clip.guard(torch.tensor(0.0))) == 1
 
 
+@pytest.mark.usefixtures("asynchronous")
 def test_averages_stay_if_only_the_device_knows_that_a_step_is_bad():
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
     optimizer = kfc.KFC(model, schedule=kfc.Periods(99, 99), clip=None, averaging_timescale=3)
@@ -874,6 +877,7 @@ def test_momentum_is_the_same_whether_or_not_the_host_checks_the_step():
     torch.testing.assert_close(*results, rtol=1e-14, atol=0)
 
 
+@pytest.mark.usefixtures("asynchronous")
 def test_an_error_within_a_step_does_not_mark_the_next_step_as_bad():
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
     optimizer = kfc.KFC(model, schedule=kfc.Periods(99, 99), clip=None)

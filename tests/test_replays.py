@@ -91,7 +91,7 @@ def test_small_batches_are_used_as_a_whole():
 def test_the_first_of_several_micro_batches_suffices():
     images, labels = batch()
     model = network()
-    optimizer = preconditioner(model)
+    optimizer = preconditioner(model, schedule=kfc.Periods(1, 1))
     calls = []
     model[0].register_forward_hook(lambda _, inputs, __: calls.append(len(inputs[0])))
     for start in range(0, 128, 32):

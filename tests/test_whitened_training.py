@@ -348,6 +348,7 @@ def skipped_steps(model, optimizer, bad_batch):
     return optimizer.diagnostics["skipped_steps"]
 
 
+@pytest.mark.usefixtures("asynchronous")
 @pytest.mark.parametrize("period", [1, 100], ids=["due", "not due"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_batch_changes_nothing(bad, period):
@@ -374,6 +375,7 @@ def test_a_bad_batch_changes_nothing(bad, period):
     assert_equal(state_of(one, mine), state_of(other, theirs))
 
 
+@pytest.mark.usefixtures("asynchronous")
 def test_a_step_is_the_same_whether_or_not_the_host_checks_it():
     """A step in doubt takes another path through the arithmetic."""
     data, results = [batch() for _ in range(6)], []

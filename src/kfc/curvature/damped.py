@@ -18,7 +18,7 @@ from kfc.curvature.factor import (
     scale_first,
     scale_first_row,
 )
-from kfc.curvature.low_rank import NARROWEST, low_rank_inverse, times
+from kfc.curvature.low_rank import NARROWEST, after, low_rank_inverse, times_
 
 
 class Form(IntEnum):
@@ -40,15 +40,25 @@ class DampedInverse(NamedTuple):
     matrix: Tensor
     form: Form
 
-    def times(self, right: Tensor) -> Tensor:
-        """Return the inverse times (groups, n, k)."""
+    def times_(self, right: Tensor) -> Tensor:
+        """Return the inverse times (groups, n, k), whose memory may be used."""
         if self.form is Form.CHOLESKY:
             return torch.cholesky_solve(right, self.matrix)
         if self.form is Form.LOW_RANK:
-            return times(self.matrix, right)
+            return times_(self.matrix, right)
         if is_diagonal(self.matrix):
-            return self.matrix.unsqueeze(-1) * right
+            return right.mul_(self.matrix.unsqueeze(-1))
         return self.matrix @ right
+
+    def after(self, left: Tensor) -> Tensor:
+        """Return (groups, k, n) times the inverse, in new memory."""
+        if self.form is Form.CHOLESKY:
+            return torch.cholesky_solve(left.mT, self.matrix).mT
+        if self.form is Form.LOW_RANK:
+            return after(left, self.matrix)
+        if is_diagonal(self.matrix):
+            return left * self.matrix.unsqueeze(-2)
+        return left @ self.matrix
 
     def unscaled(self, scale: float) -> DampedInverse:
         """Return the inverse of S (factor + shift I) S with S = diag(scale, 1, ..., 1)."""

@@ -32,6 +32,9 @@ from kfc.curvature.factor import (
 )
 from kfc.curvature.low_rank import NARROWEST, widest
 
+# Factors up to this width have explicit inverses, which products apply faster than solves do.
+SMALL = 512
+
 
 class Factors(NamedTuple):
     """Ω and Γ of one layer, batched over groups; either may be a diagonal, (groups, size)."""
@@ -174,8 +177,8 @@ class FactoredInverse(KroneckerInverse):
     """Γ_damped⁻¹ V Ω_damped⁻¹ (eqn 11) from Cholesky decompositions or from leading eigenpairs.
 
     Wide factors are inverted by ``kfc.curvature.low_rank`` if a tolerance is given, the others by
-    Cholesky decompositions of the damped factors. A factor that is not larger than the other one
-    gets its explicit inverse, which takes longer to compute but less time to apply.
+    Cholesky decompositions of the damped factors. A small factor, and one that is not larger than
+    the other one, gets its explicit inverse, which takes longer to compute but less time to apply.
 
     If the bias has a damping of its own, Ω_damped = Ω + π √δ S², with the π of Ω̃ and Γ: the
     dampings of the bias's coordinate in Ω and Γ multiply to δ_bias.
@@ -206,7 +209,7 @@ class FactoredInverse(KroneckerInverse):
         inverses = invert_shifted(factors, shifts, tolerance, starts)
         # The explicit inverse takes ⅔ n³ more multiply-adds, and each product n² per vector.
         sizes = [factor.shape[-1] for factor in factors]
-        explicit = [own <= other for own, other in zip(sizes, reversed(sizes), strict=True)]
+        explicit = [n <= max(m, SMALL) for n, m in zip(sizes, reversed(sizes), strict=True)]
         inverses = [i.explicit() if e else i for i, e in zip(inverses, explicit, strict=True)]
         if bias_ratio != 1:
             inverses[0] = inverses[0].unscaled(bias_ratio**0.5)
@@ -228,7 +231,7 @@ class FactoredInverse(KroneckerInverse):
         return {**whole, "forms": (2,)}
 
     def apply(self, gradient: Tensor) -> Tensor:
-        return self.derivative.times(self.activation.times(gradient.mT).mT)
+        return self.derivative.times_(self.activation.after(gradient))
 
 
 class EigenInverse(KroneckerInverse):

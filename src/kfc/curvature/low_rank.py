@@ -133,10 +133,17 @@ def low_rank_inverse(
     return _inverse(found, shift, levels[:, rank - 1 : rank], rank)
 
 
-def times(inverse: Tensor, right: Tensor) -> Tensor:
-    """Return (f I - P Pᵀ) V from (f, P), for V (groups, n, k)."""
+def times_(inverse: Tensor, right: Tensor) -> Tensor:
+    """Return (f I - P Pᵀ) V from (f, P), for V (groups, n, k), in the memory of V."""
     columns = inverse[..., 1:]
-    return torch.baddbmm(inverse[..., :1] * right, columns, columns.mT @ right, alpha=-1)
+    product = columns.mT @ right
+    return right.mul_(inverse[..., :1]).baddbmm_(columns, product, alpha=-1)
+
+
+def after(left: Tensor, inverse: Tensor) -> Tensor:
+    """Return V (f I - P Pᵀ) from (f, P), for V (groups, k, n)."""
+    columns = inverse[..., 1:]
+    return (left * inverse[..., :1].mT).baddbmm_(left @ columns, columns.mT, alpha=-1)
 
 
 def _widened(

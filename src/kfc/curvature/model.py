@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfc._helpers import raise_differences, require_choice, require_keys
+from kfc._helpers import inner_product, raise_differences, require_choice, require_keys
 from kfc.curvature.damping import Damping
 from kfc.curvature.factor import trace
 from kfc.curvature.kronecker import INVERSES, Inverse
@@ -184,10 +184,10 @@ class ModelCurvature:
 
     # Natural gradients
 
-    def solve_(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Replace vectors v by F̂_damped⁻¹ v (eqn 11), in place, one layer at a time.
+    def solve_(self, vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Replace vectors v in a dict by F̂_damped⁻¹ v (eqn 11) in new tensors, layer by layer.
 
-        Vectors of parameters without a block stay as they are.
+        Vectors of parameters without a block are replaced by copies.
 
         Args:
             vectors: by parameter name.
@@ -197,10 +197,12 @@ class ModelCurvature:
         """
         products: dict[str, Tensor] = {}
         for natural in self._solutions(vectors):
-            products |= inner_products({name: vectors[name] for name in natural}, natural)
-            _replace_(vectors, natural)
-        plain = {name: vector for name, vector in vectors.items() if name not in products}
-        return products | inner_products(plain, plain)
+            products |= {name: inner_product(vectors[name], v) for name, v in natural.items()}
+            vectors |= natural
+        for name in vectors.keys() - products.keys():
+            products[name] = inner_product(vectors[name], vectors[name])
+            vectors[name] = vectors[name].clone()
+        return products
 
     def whiten(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return V Rᵀ for matrices V (groups, I, n), by layer name; see ``WhiteningRoot``."""
@@ -237,9 +239,7 @@ class ModelCurvature:
         self, layer: str, names: Mapping[str, str], vectors: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         natural = self._inverted(layer).solve({role: vectors[n] for role, n in names.items()})
-        return {
-            name: natural[role].to(vectors[name].dtype).contiguous() for role, name in names.items()
-        }
+        return {name: _laid_out(natural[role], vectors[name]) for role, name in names.items()}
 
     def _inverted(self, layer: str) -> LayerCurvature:
         """Return the curvature of a layer, which must have an inverse that can be used now."""
@@ -303,19 +303,8 @@ class ModelCurvature:
         return layers
 
 
-def _replace_(vectors: Mapping[str, Tensor], natural: Mapping[str, Tensor]) -> None:
-    """Replace vectors by natural gradients, in place."""
-    for name, value in natural.items():
-        vectors[name].copy_(value)
-
-
-def inner_products(
-    vectors: Mapping[str, Tensor], others: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return vᵀw for every parameter, in float32 at least."""
-    products = {}
-    for name, vector in vectors.items():
-        dtype = torch.promote_types(vector.dtype, others[name].dtype)
-        wide = torch.promote_types(dtype, torch.float32)
-        products[name] = torch.dot(vector.flatten().to(wide), others[name].flatten().to(wide))
-    return products
+def _laid_out(values: Tensor, like: Tensor) -> Tensor:
+    """Return values with the dtype and strides of another tensor of their shape."""
+    if values.dtype == like.dtype and values.stride() == like.stride():
+        return values
+    return torch.empty_like(like).copy_(values)

@@ -12,6 +12,7 @@ from kfc.curvature.description import describe_layers
 from kfc.curvature.kronecker import Factors
 from kfc.curvature.layer import LayerState
 from kfc.fisher.calls import SavedBuffers, accelerators_of, forked_random_state
+from kfc.optimizers.costs import counted_costs, expected_work
 from kfc.optimizers.engine import Engine
 
 # Called with the number of batches done and, if known, their total number.
@@ -97,16 +98,24 @@ class CurvatureAccess:
             "layers": layers,
         }
 
-    def describe(self) -> str:
-        """Print and return how the parameters and the loss are treated, and why."""
-        text = describe_layers(self.model, self.engine.plan, self.engine.curvature)
-        text = "\n".join([text, *self._notes()])
+    def describe(self, inputs: Any = None) -> str:
+        """Print and return how the parameters and the loss are treated, why, and what it costs.
+
+        Args:
+            inputs: a batch, as a tensor, a tuple of arguments or a dict. The model runs on it once
+                to count the multiply-adds of such steps. Without it, those of past steps are shown.
+        """
+        table = describe_layers(self.model, self.engine.plan, self.engine.curvature)
+        text = "\n".join([table, *self._notes(inputs)])
         print(text)
         return text
 
-    def _notes(self) -> list[str]:
+    def _notes(self, inputs: Any) -> list[str]:
         """Return what ``describe()`` says below its table."""
-        return [self.engine.allowance.describe(), self.engine.collector.losses.describe()]
+        engine, expected = self.engine, None
+        if inputs is not None:
+            expected = counted_costs(engine.curvature, expected_work(engine, inputs))
+        return [engine.allowance.describe(expected), engine.collector.losses.describe()]
 
     def close(self) -> None:
         """Remove all hooks from the model and end the thread; no step can follow."""

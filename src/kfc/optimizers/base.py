@@ -125,19 +125,19 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
                 yield group, [parameter for parameter, _ in here], [name for _, name in here]
 
     def _add_weight_decay(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ∇h, the gradient of the loss plus λθ, in new tensors of float32 at least.
+        """Return ∇h, the gradient of the loss plus λθ, in float32 at least.
 
-        Natural gradients may overflow half precision.
+        Natural gradients may overflow half precision. Without weight decay, the tensors are the
+        gradients themselves.
         """
         result: dict[str, Tensor] = {}
         for group, parameters, names in self._by_group(gradients):
             values = [at_least_float32(gradients[name]) for name in names]
             if group["weight_decay"]:
                 current = [at_least_float32(parameter) for parameter in parameters]
-                new = torch._foreach_add(values, current, alpha=float(group["weight_decay"]))
-            else:
-                new = torch._foreach_mul(values, 1.0)
-            result.update(zip(names, new, strict=True))
+                decay = float(group["weight_decay"])
+                values = list(torch._foreach_add(values, current, alpha=decay))
+            result.update(zip(names, values, strict=True))
         return result
 
     def _times_learning_rate_(self, directions: Mapping[str, Tensor]) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kfc._helpers import at_least_float32, moved, require_keys, require_number, widest
+from kfc._helpers import inner_product, moved, require_keys, require_number, widest
 from kfc.optimizers.engine import Engine
 from kfc.statistics.observation import Observation, count_examples
 
@@ -254,10 +254,7 @@ def _parts_of_pass(
             yield None if excess is None else excess / scale
 
 
-def inner_product(vectors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+def sum_of_products(vectors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
     """Return Σ vᵀw over pairs of tensors on one device, in its widest dtype."""
-    products = [
-        (at_least_float32(vector) * other).sum(dtype=widest(vector.device))
-        for vector, other in zip(vectors, others, strict=True)
-    ]
-    return torch.stack(products).sum()
+    products = [inner_product(v, w) for v, w in zip(vectors, others, strict=True)]
+    return torch.stack(products).sum(dtype=widest(vectors[0].device))

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from kfc._helpers import require_keys, require_number
 from kfc.curvature.layer import LayerCurvature
 from kfc.curvature.model import ModelCurvature
-from kfc.curvature.statistics import BatchStatistics, Moment
+from kfc.curvature.statistics import BatchStatistics
 from kfc.distributed.inverses import layer_size
+from kfc.fisher.calls import (
+    SavedBuffers,
+    accelerators_of,
+    call_of,
+    forked_random_state,
+    suspended,
+)
 from kfc.layers import MatrixLayer
+
+if TYPE_CHECKING:
+    from kfc.optimizers.engine import Engine
+
+logger = logging.getLogger("kfc")
 
 # Decompositions and Fourier transforms take longer than products with as many multiply-adds.
 HANDICAP = 2.0
 # Step t may spend 1 + EARLY / t times the overhead.
-EARLY = 20.0
+EARLY = 8.0
+# The least share of the overhead that is left for refreshes, whatever natural gradients cost.
+LEAST_SHARE = 0.5
 # The largest amount that is saved for later steps, in forward and backward passes.
 MOST_SAVED = 5.0
 
@@ -46,36 +64,82 @@ class Costs(NamedTuple):
         return Costs(*(each / self.plain for each in self)) if self.plain else self
 
 
-def counted_costs(curvature: ModelCurvature, batch: BatchStatistics) -> Costs:
-    """Return the costs of steps like the one whose statistics these are."""
-    total = Costs()
+class Work(NamedTuple):
+    """What a layer does in a step.
+
+    Attributes:
+        rows: the rows of its outputs, over all examples and locations.
+        share: the part of them that statistics are gathered from.
+    """
+
+    rows: float
+    share: float
+
+
+def work_of(batch: BatchStatistics) -> dict[str, Work]:
+    """Return the work of every layer in the step whose statistics these are."""
+    found = {}
     for name, moments in batch.moments.items():
-        layer = curvature.layers[name]
         derivatives = [moment for moment in moments if moment.of_derivatives]
-        if isinstance(layer.layer, MatrixLayer) and derivatives:
-            share = moments[0].weight / max(1, batch.examples)
-            total = total.plus(_costs_of_layer(layer, derivatives[0], share))
+        share = moments[0].weight / max(1, batch.examples)
+        if derivatives and share:
+            found[name] = Work(derivatives[0].weight / share, share)
+    return found
+
+
+def expected_work(engine: Engine, inputs: Any) -> dict[str, Work]:
+    """Return the work of every layer in steps with a batch like this one.
+
+    The model runs once, without gradients; its buffers and the random state stay as they are.
+    """
+    model, elements = engine.model, dict.fromkeys(engine.curvature.layers, 0)
+
+    def count(name: str, output: Tensor) -> None:
+        elements[name] += output.numel()
+
+    handles = [
+        module.register_forward_hook(lambda _, __, output, name=name: count(name, output))
+        for name, layer in engine.plan.layers.items()
+        for module in layer.modules
+    ]
+    call, buffers = call_of(model, inputs), SavedBuffers(model)
+    try:
+        with suspended(), torch.no_grad(), forked_random_state(accelerators_of(model)):
+            outputs = engine.collector.losses.select(model(*call.args, **call.kwargs))
+    finally:
+        buffers.restore()
+        for handle in handles:
+            handle.remove()
+    examples = len(next(iter(outputs.values())))
+    used, work = engine.collector.replays.examples_used(examples, elements), {}
+    for name, layer in engine.plan.layers.items():
+        if isinstance(layer, MatrixLayer) and elements[name]:
+            rows = elements[name] / (layer.factor_sizes()[1] * layer.groups)
+            work[name] = Work(rows, used / examples)
+    return work
+
+
+def counted_costs(curvature: ModelCurvature, work: Mapping[str, Work]) -> Costs:
+    """Return the costs of a step in which layers do this work."""
+    total = Costs()
+    for name, own in work.items():
+        layer = curvature.layers[name]
+        if isinstance(layer.layer, MatrixLayer):
+            total = total.plus(_costs_of_layer(layer, own))
     return total
 
 
-def _costs_of_layer(curvature: LayerCurvature, derivatives: Moment, share: float) -> Costs:
-    """Return the costs of one layer.
-
-    Args:
-        derivatives: a moment of derivatives, whose weight is the number of their rows.
-        share: the part of the examples that the statistics come from.
-    """
+def _costs_of_layer(curvature: LayerCurvature, work: Work) -> Costs:
     layer = curvature.layer
     assert isinstance(layer, MatrixLayer)
     inputs, outputs = layer.factor_sizes()
-    rows, groups = derivatives.weight, layer.groups
-    product = rows * groups * inputs * outputs
+    rows, groups = work.rows * work.share, layer.groups
+    product = groups * inputs * outputs
     # A second forward pass is needed for a part of the examples only.
-    passes = 2 if share < 1 else 1
+    passes = 2 if work.share < 1 else 1
     maps = inputs / layer.offsets
     # Pairs of offsets with different distances are a few times as many as offsets.
     moment = groups * maps**2 * min(layer.offsets**2, HANDICAP * 4 * layer.offsets) / 2
-    statistics = passes * product + rows * (moment + groups * outputs**2 / 2)
     kept = curvature.inverse_shapes(curvature.inverse_widths())
     solves = 0.0
     for name, vectors in (("activation", outputs), ("derivative", inputs)):
@@ -84,20 +148,21 @@ def _costs_of_layer(curvature: LayerCurvature, derivatives: Moment, share: float
             passes_of_matrix = 1 if shape[-1] == shape[-2] else 2
             solves += groups * shape[-1] * shape[-2] * passes_of_matrix * vectors
     return Costs(
-        plain=3 * product / share if share else 0.0,
-        statistics=statistics,
+        plain=3 * work.rows * product,
+        statistics=rows * (passes * product + moment + groups * outputs**2 / 2),
         inverses=HANDICAP * layer_size(curvature).operations,
         natural_gradient=solves,
     )
 
 
 class Allowance:
-    """Postpones refreshes that cost more than a share of the user's own passes.
+    """Postpones refreshes, so that curvature costs a share of the user's own passes.
 
-    Let S and I be the costs of refreshing statistics and inverses once, in forward and backward
-    passes. Step t earns overhead (1 + 20 / t) / (S + I) refreshes of each kind: more at the start,
-    because curvature changes fastest then. What is not used is saved, up to five passes or one
-    refresh, whichever is more.
+    Let S, I and N be the costs of refreshing statistics and inverses once and of a natural
+    gradient, in forward and backward passes. Step t earns (overhead - N) (1 + 8 / t) / (S + I)
+    refreshes of each kind: more at the start, because curvature changes fastest then. At least half
+    of the overhead is left for refreshes. What is not used is saved, up to five passes or one
+    refresh, whichever is more. The first step refreshes everything, on credit.
 
     Args:
         overhead: the allowed share; ``None``: nothing is postponed.
@@ -107,41 +172,56 @@ class Allowance:
         self.costs: Costs | None = None
         self._overhead = overhead
         # The refreshes of statistics and of inverses that are allowed now.
-        self._balances = [0.0, 0.0]
+        self._balances = [1.0, 1.0]
 
     def allows(self, kind: int) -> bool:
         """Return whether statistics (0) or inverses (1) may be refreshed now."""
         return self._overhead is None or self.costs is None or self._balances[kind] >= 1
 
     def set_costs(self, costs: Costs) -> None:
-        """Record the costs of a step."""
-        self.costs = costs.relative()
+        """Record the costs of a step; the first time, report if they exceed the overhead."""
+        is_first, self.costs = self.costs is None, costs.relative()
+        own = self.costs.natural_gradient
+        if is_first and self._overhead is not None and own > self._overhead:
+            logger.warning(
+                "natural gradients alone cost %.2g of a forward and backward pass, which exceeds "
+                "the overhead of %g; larger batches make them cheaper in comparison",
+                *(own, self._overhead),
+            )
 
     def end_step(self, step: int, *refreshed: bool) -> None:
-        """Count a step, the first of which is 1, and what it has refreshed: statistics, inverses.
+        """Count a step, the first of which is 1.
 
-        The refreshes of the first step are free, because every run needs them.
+        Args:
+            refreshed: whether it has refreshed statistics, and inverses.
         """
         if self._overhead is None or self.costs is None:
             return
         cost = max(1e-12, self.costs.statistics + self.costs.inverses)
-        earned = self._overhead * (1 + EARLY / step) / cost
+        least = LEAST_SHARE * self._overhead
+        earned = max(self._overhead - self.costs.natural_gradient, least) * (1 + EARLY / step)
         most = max(1.0, MOST_SAVED / cost)
         self._balances = [
-            min(most, balance - (done and step > 1) + earned)
+            min(most, balance - done + earned / cost)
             for balance, done in zip(self._balances, refreshed, strict=True)
         ]
 
-    def describe(self) -> str:
-        """Return one line with the costs, once they are known."""
-        if self.costs is None:
-            return "cost: counted in the first step"
+    def describe(self, expected: Costs | None = None) -> str:
+        """Return one line with the costs, if they are known.
+
+        Args:
+            expected: the costs of steps that are to be described; by default those of the last
+                step that was counted.
+        """
+        costs = self.costs if expected is None else expected.relative()
+        if costs is None:
+            return "cost: unknown before the first step; describe(inputs) counts it for a batch"
         parts = ", ".join(
             f"{name.replace('_', ' ')} {value:.2g}"
-            for name, value in self.costs._asdict().items()
+            for name, value in costs._asdict().items()
             if name != "plain"
         )
-        limit = "" if self._overhead is None else f"; refreshes within {self._overhead:g} per step"
+        limit = "" if self._overhead is None else f"; at most {self._overhead:g} per step in all"
         return f"cost, in forward and backward passes (multiply-adds): {parts}{limit}"
 
     # Checkpoints

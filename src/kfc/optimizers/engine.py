@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfc._helpers import all_finite, largest_entries, moved, require_keys, require_whole
+from kfc._helpers import all_finite, finite_scalars, moved, require_keys, require_whole
 from kfc.curvature.damping import Damping
 from kfc.curvature.model import ModelCurvature
 from kfc.curvature.options import Approximation
@@ -19,7 +19,7 @@ from kfc.fisher.calls import without_autocast
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.fisher.losses import Losses
 from kfc.layers import find_layers
-from kfc.optimizers.costs import Allowance, counted_costs
+from kfc.optimizers.costs import Allowance, counted_costs, work_of
 from kfc.optimizers.skipping import SkippedSteps
 from kfc.schedule import Budget, Periods, Schedule, longest
 from kfc.statistics.collector import Collector
@@ -139,7 +139,7 @@ class Engine:
         """Return the statistics of the batch, or ``None`` if the step was skipped.
 
         A step is skipped if a gradient or a statistic is not finite. If no statistics or inverses
-        are due, the host does not wait for the device to find out, unless ``wait`` is set;
+        are due, the host does not wait for an accelerator to find out, unless ``wait`` is set;
         ``in_doubt`` then holds the answer.
 
         Args:
@@ -182,10 +182,11 @@ class Engine:
         """Return whether the batch may be used, as far as the host knows."""
         with self.schedule.timed("check"):
             traces = batch.traces()
-            bad = ~all_finite([*largest_entries(gradients.values()), *traces])
+            bad = ~all_finite([*finite_scalars(gradients.values()), *traces])
             if overflow is not None:
                 bad = bad | moved(overflow, bad.device)
             due = self._inverses_are_due()
+            wait = wait or not is_asynchronous(bad.device)
             if not (wait or traces or due or self.curvature.lacks_inverses()):
                 self.doubt(bad, overflow)
                 return True
@@ -204,7 +205,7 @@ class Engine:
         if may_skip:
             self._before = self.curvature.snapshot(), self.refresher.snapshot()
         if batch.moments:
-            self.allowance.set_costs(counted_costs(self.curvature, batch))
+            self.allowance.set_costs(counted_costs(self.curvature, work_of(batch)))
         with self.schedule.timed("averages"), self.full_precision():
             self.curvature.update_(batch, replace=self._replaces_guess)
         if self.steps == 0:
@@ -231,10 +232,10 @@ class Engine:
                 at_once=at_once,
             )
 
-    def solve_(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Replace vectors v by F̂_damped⁻¹ v (eqn 11), in place, and return vᵀ F̂_damped⁻¹ v.
+    def solve_(self, vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Replace vectors v in a dict by F̂_damped⁻¹ v (eqn 11), and return vᵀ F̂_damped⁻¹ v.
 
-        Both are by parameter name. Vectors of parameters without a block stay as they are.
+        Both are by parameter name, in new tensors.
         """
         with self.schedule.timed("natural gradient"), self.full_precision():
             return self.curvature.solve_(vectors)
@@ -341,6 +342,11 @@ class Engine:
         self.steps = state["steps"]
         self._is_first = True
         self._prepare_next()
+
+
+def is_asynchronous(device: torch.device) -> bool:
+    """Return whether the host has to wait for the results of a device."""
+    return device.type != "cpu"
 
 
 def _check_model(model: object) -> None:

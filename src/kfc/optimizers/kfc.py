@@ -14,7 +14,7 @@ from kfc.curvature.options import CurvatureChoice, resolve_curvature
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.base import CurvatureOptimizer
-from kfc.optimizers.bound import LossBound, StepLimits, excess_loss, inner_product
+from kfc.optimizers.bound import LossBound, StepLimits, excess_loss, sum_of_products
 from kfc.optimizers.clipping import NormClip
 from kfc.optimizers.engine import Engine, check_version
 from kfc.optimizers.groups import require_hyper_parameters
@@ -72,7 +72,7 @@ class KFC(CurvatureOptimizer):
         strict: bool = False,
         seed: int | None = None,
         curvature: CurvatureChoice = "kfc",
-        schedule: Periods | Budget = Periods(overhead=0.25),  # noqa: B008 - immutable
+        schedule: Periods | Budget = Periods(overhead=0.2),  # noqa: B008 - immutable
         parallel: Parallel | None = None,
     ) -> None:
         defaults = {
@@ -124,13 +124,13 @@ class KFC(CurvatureOptimizer):
         engine.update_(batch, may_skip=is_due)  # T_s: moving averages of Ω and Γ (eqn 33)
         engine.refresh_inverses(self._layer_damping)  # T_f: (Ω ⊗ Γ)⁻¹, damped by λ + γ
         update = self._add_weight_decay(gradients)  # ∇h: gradient of the loss, plus λθ
-        products = engine.solve_(update)  # F̂⁻¹∇h in place (eqn 11); returns ∇hᵀF̂⁻¹∇h
+        products = engine.solve_(update)  # F̂⁻¹∇h (eqn 11); returns ∇hᵀF̂⁻¹∇h
         self._times_learning_rate_(update)  # v = -α F̂⁻¹∇h
-        factor = self._clip_(update, products)  # v ← √(C/ν) v if ν = vᵀFv + λvᵀv > C
+        factor = self._clip_factor(update, products)  # √(C/ν) if ν = vᵀFv + λvᵀv > C
         if factor is None:
             return loss  # ν is not finite: the step is skipped
         limits = self._limits(gradients, products, factor, loss)  # m not uphill; -∇hᵀm ≤ κE
-        steps = self._add_momentum_(update, limits)  # m ← μm + v
+        steps = self._add_momentum_(update, factor, limits)  # v ← √(C/ν) v; m ← μm + v
         self._clip_steps_(steps, is_due=is_due)  # ν of the whole step ≤ C
         self._move_(steps, update)  # θ ← θ + m
         self._update_averages(engine.in_doubt)  # θ̄ ← ζθ̄ + (1 - ζ)θ, ζ = exp(-1/τ)
@@ -157,8 +157,8 @@ class KFC(CurvatureOptimizer):
 
     # Clipping
 
-    def _clip_(self, update: Vector, products: Vector) -> float | Tensor | None:
-        """Shorten v, in place, if its Fisher norm exceeds the limit; return the factor.
+    def _clip_factor(self, update: Vector, products: Vector) -> float | Tensor | None:
+        """Return the factor that shortens v if its Fisher norm exceeds the limit.
 
         Args:
             products: ∇hᵀF̂⁻¹∇h by parameter.
@@ -175,13 +175,10 @@ class KFC(CurvatureOptimizer):
                 found = self._clip.shorten(estimate, self._fisher_norm(update))
             if found is None:
                 self.engine.skip_step()
-                return None
-            factor: float | Tensor = found
-        else:
-            factor = self._clip.guard(estimate)
-            if isinstance(factor, Tensor):
-                self.engine.doubt(~torch.isfinite(estimate))
-        self._scale_(update, factor)
+            return found
+        factor = self._clip.guard(estimate)
+        if isinstance(factor, Tensor):
+            self.engine.doubt(~torch.isfinite(estimate))
         return factor
 
     def _estimated_norm(self, products: Vector) -> Tensor | None:
@@ -234,30 +231,36 @@ class KFC(CurvatureOptimizer):
                 own = torch.stack([products[name] for name in names]).sum()
                 new = new - float(group["lr"]) * moved(own, new.device)
                 if decay:  # ∇h and E contain the penalty ½λ‖θ‖²
-                    penalty = 0.5 * decay * inner_product(parameters, parameters)
+                    penalty = 0.5 * decay * sum_of_products(parameters, parameters)
                     excess = excess + moved(penalty, excess.device)
                 if momentum:
                     buffers = self._momentum_buffers(parameters)
-                    slope = inner_product(slopes, buffers)
+                    slope = sum_of_products(slopes, buffers)
                     if decay:
-                        slope = slope + decay * inner_product(parameters, buffers)
+                        slope = slope + decay * sum_of_products(parameters, buffers)
                     old = old + momentum * moved(slope, old.device)
             if isinstance(factor, Tensor):
                 factor = moved(factor, new.device)
             return self._bound.limit(old, factor * new, excess)
 
-    def _add_momentum_(self, update: Vector, limits: StepLimits | None) -> Vector:
+    def _add_momentum_(
+        self, update: Vector, factor: float | Tensor, limits: StepLimits | None
+    ) -> Vector:
         """Update the momentum, m ← μ m + v, and return it; without momentum, m is v.
 
         If the step in progress is bad, v becomes zero and m stays as it is.
 
         Args:
+            factor: the factor of v by the clip.
             limits: the factors of μ m and of the whole step.
         """
         steps: Vector = {}
         with self.engine.schedule.timed("update", continued=True):
             if limits is not None:
-                self._scale_(update, limits.step)
+                here = limits.step.device
+                own = moved(factor, here) if isinstance(factor, Tensor) else factor
+                factor = own * limits.step
+            self._scale_(update, factor)
             for group, parameters, names in self._by_group(update):
                 values, momentum = [update[name] for name in names], float(group["momentum"])
                 bad = self._in_doubt_on(values[0].device)

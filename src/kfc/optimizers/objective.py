@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfc._helpers import all_finite, at_least_float32, largest_entries
+from kfc._helpers import all_finite, at_least_float32, finite_scalars
 from kfc.distributed.reducer import Reducer
 from kfc.fisher.calls import (
     SavedBuffers,
@@ -67,7 +67,7 @@ class Objective:
             loss.backward()
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         dense = [g for g in gradients if g.layout == torch.strided]
-        return (loss.detach(), mean) if bool(all_finite(largest_entries(dense))) else None
+        return (loss.detach(), mean) if bool(all_finite(finite_scalars(dense))) else None
 
     def _check(self, loss: object) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

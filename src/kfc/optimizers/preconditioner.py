@@ -58,7 +58,7 @@ class Preconditioner(CurvatureAccess):
         strict: bool = False,
         seed: int | None = None,
         curvature: CurvatureChoice = "kfc",
-        schedule: Periods | Budget = Periods(overhead=0.25),  # noqa: B008 - immutable
+        schedule: Periods | Budget = Periods(overhead=0.2),  # noqa: B008 - immutable
         parallel: Parallel | None = None,
     ) -> None:
         require_number("damping", damping)
@@ -94,7 +94,10 @@ class Preconditioner(CurvatureAccess):
             return False
         engine.update_(batch)
         engine.refresh_inverses(lambda _: Damping.uniform(self.damping))
-        engine.solve_(gradients)
+        update = dict(gradients)
+        engine.solve_(update)
+        for name, natural in update.items():
+            gradients[name].copy_(natural)
         engine.end_step()
         return True
 

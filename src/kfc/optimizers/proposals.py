@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kfc.curvature.layer import LayerState
 from kfc.fisher.calls import without_autocast
-from kfc.optimizers.bound import excess_loss, inner_product
+from kfc.optimizers.bound import excess_loss, sum_of_products
 from kfc.optimizers.damping import FactorDamping, ModelDamping
 from kfc.optimizers.engine import Engine
 from kfc.optimizers.norms import fisher_products
@@ -141,7 +141,7 @@ class Proposals:
 
     def _direction(self, gradient: Vector, plain_scale: float) -> dict[str, Tensor]:
         """Return minus the natural gradient, times the learning rate if that is fixed."""
-        direction = {name: vector.clone() for name, vector in gradient.items()}
+        direction = dict(gradient)
         self._engine.solve_(direction)
         for group, _, names in self._by_group(direction):
             own = plain_scale if group["plain_gradient"] else 1.0
@@ -232,7 +232,7 @@ class Proposals:
 def _inner_product(vectors: Vector, others: Vector) -> float:
     names = list(vectors)
     with without_autocast(vectors[names[0]].device):
-        return sum(inner_product([vectors[n]], [others[n]]).item() for n in names)
+        return sum(sum_of_products([vectors[n]], [others[n]]).item() for n in names)
 
 
 def _interval(fixed: float | None, limit: float | None, lowest: int) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.layers import MatrixLayer
 from kfc.optimizers.adam import SQUARE, STEP, normalise_
 from kfc.optimizers.base import CurvatureOptimizer
-from kfc.optimizers.bound import Excess, LossBound, excess_loss, inner_product
+from kfc.optimizers.bound import Excess, LossBound, excess_loss, sum_of_products
 from kfc.optimizers.engine import Engine, check_version
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.rotation import BASIS, GRAM, OutputRotation
@@ -295,7 +295,7 @@ class WhitenedAdam(CurvatureOptimizer):
             slope = torch.zeros_like(excess.usual)
             for group, _, names in self._by_group(update):
                 values = [update[name] for name in names]
-                own = inner_product([gradients[name] for name in names], values)
+                own = sum_of_products([gradients[name] for name in names], values)
                 share = iterates.share_at_once(float(group["betas"][0]), device)
                 slope = slope + share * moved(own, slope.device)
             factor = factor * self._bound.resize((factor * slope).abs(), excess)
@@ -331,9 +331,9 @@ class WhitenedAdam(CurvatureOptimizer):
                     found[parameter] = self._iterates.average(parameter, state, beta)
         return found
 
-    def _notes(self) -> list[str]:
+    def _notes(self, inputs: Any) -> list[str]:
         rotation = [] if self._rotation is None else [self._rotation.describe()]
-        return [*rotation, *super()._notes()]
+        return [*rotation, self.engine.collector.losses.describe()]
 
     def _state_shape(self, name: str, part: str, shape: list[int]) -> list[int]:
         if part == STEP:

@@ -161,7 +161,7 @@ class Collector:
         if self.clock.started is None:
             self.clock.start()
             self._reducer.begin_step(self._step)
-            if not self._estimating:
+            if not self._estimating and self._wanted():
                 self.replays.decide(max(size, self._expected_examples or 0))
         if not self._estimating:
             # DistributedDataParallel changes buffers between passes; checkpointing, in backward.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -56,26 +56,38 @@ class Replays:
             examples: the number of examples in the step. It may differ between ranks, which must
                 all do the same, and does not count there.
         """
+        self.are_active = self._are_worthwhile(examples)
+
+    def _are_worthwhile(self, examples: int) -> bool:
         part = max(FEWEST_EXAMPLES, self._fraction * examples)
         is_cheaper = self._can_cut and 2 * part <= examples
         possible = self._are_possible and self._fraction < 1
-        self.are_active = possible and (is_cheaper or self._ranks > 1)
+        return possible and (is_cheaper or self._ranks > 1)
 
     def note_output(self, name: str, elements: int) -> None:
         """Record a call of a layer in the user's own forward pass, if a part will be replayed."""
         if self.are_active:
             self._elements[name] = self._elements.get(name, 0) + elements
 
-    def _fewest(self, examples: int) -> int:
-        """Return the smallest part that has enough rows for every layer's activation factor."""
+    def examples_used(self, examples: int, elements: Mapping[str, int]) -> int:
+        """Return the number of examples that the statistics of a step are gathered from.
+
+        It is large enough to have enough rows for every layer's activation factor.
+
+        Args:
+            examples: the number of examples in the step.
+            elements: the number of elements of every layer's outputs in the step.
+        """
+        if not (self._can_cut and self._are_worthwhile(examples)):
+            return examples
         fewest = float(FEWEST_EXAMPLES)
-        for name, elements in self._elements.items():
+        for name, count in elements.items():
             layer = self._curvature.layers[name].layer
             if isinstance(layer, MatrixLayer):
                 width, outputs = layer.factor_sizes()
-                rows = elements / (outputs * layer.groups * examples)
+                rows = count / (outputs * layer.groups * examples)
                 fewest = max(fewest, ROWS_PER_WIDTH * width / rows)
-        return math.ceil(fewest)
+        return min(examples, max(math.ceil(fewest), math.ceil(self._fraction * examples)))
 
     def gather(
         self,
@@ -93,9 +105,9 @@ class Replays:
                 time.
         """
         wanted = self._curvature.trained_layers() if due else self._missing(batch)
-        fraction = self._fraction if self._can_cut else 1.0
-        examples = count_examples(observations)
-        count = max(self._fewest(examples), math.ceil(fraction * examples))
+        if not wanted:
+            return
+        count = self.examples_used(count_examples(observations), self._elements)
         parts = first_part(observations, count, FEWEST_EXAMPLES)
         # A layer that runs for the first time may run in other passes only.
         rest = [Part(each, each.examples) for each in observations[len(parts) :]]
