@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
+from kfc.curvature import folding
+from kfc.curvature.factor import trace
 from kfc.distributed import packing, ranks
 from kfc.distributed.ranks import Ranks, join_ranks
 from ranks import RankError, run_ranks, start_ranks
@@ -27,9 +29,15 @@ def test_folding_a_symmetric_matrix_loses_nothing(groups, size, seed):
     generator = torch.Generator().manual_seed(seed)
     square = torch.randn(groups, size, size, generator=generator)
     matrices = square + square.mT
-    folded = packing.fold(matrices)
-    assert folded.shape == (groups, *packing.folded_shape(size))
-    assert_close(packing.unfold(folded, size), matrices, rtol=0, atol=0)
+    folded = folding.fold(matrices)
+    assert folded.shape == (groups, *folding.folded_shape(size))
+    assert_close(folding.unfold(folded), matrices, rtol=0, atol=0)
+    diagonals = matrices.diagonal(dim1=1, dim2=2)
+    assert_close(folding.diagonal_of_folded(folded), diagonals, rtol=0, atol=0)
+    if size > 1:
+        assert folding.is_folded(folded)
+        assert folding.unfolded_shape(folded.shape) == matrices.shape
+        assert_close(trace(folded), trace(matrices))
     # Each number of the lower triangle occurs once.
     triangles = torch.cat([matrix[torch.ones_like(matrix).tril() > 0] for matrix in matrices])
     assert_close(folded.flatten().sort().values, triangles.sort().values, rtol=0, atol=0)
@@ -51,12 +59,12 @@ def test_packed_tensors_have_the_predicted_size(shape, size, groups):
 def test_half_of_a_symmetric_matrix_is_sent(size, groups):
     expected = groups * size * (size + 1) // 2
     assert packing.Packing((groups, size, size), symmetric=True).numbers == expected
-    assert torch.Size(packing.folded_shape(size)).numel() * groups == expected
+    assert torch.Size(folding.folded_shape(size)).numel() * groups == expected
 
 
 def test_only_groups_of_square_matrices_are_folded():
-    assert packing.is_symmetric((1, 3, 3))
-    assert not any(map(packing.is_symmetric, [(3, 3), (2, 3, 4), (1, 2, 3, 3), ()]))
+    assert folding.is_symmetric((1, 3, 3))
+    assert not any(map(folding.is_symmetric, [(3, 3), (2, 3, 4), (1, 2, 3, 3), ()]))
 
 
 # A single process

@@ -5,6 +5,7 @@ from math import prod
 
 from torch import nn
 
+from kfc.curvature.folding import unfolded_shape
 from kfc.curvature.layer import LayerCurvature
 from kfc.curvature.model import ModelCurvature
 from kfc.layers import Plan
@@ -34,7 +35,8 @@ def describe_layers(model: nn.Module, plan: Plan, curvature: ModelCurvature) -> 
             continue
         described.add(plan.layer_of[name][0])
         total += _memory(layer)
-        factors = ", ".join(_shape(s[1:] if s[0] == 1 else s) for s in layer.running_shapes())
+        shapes = map(unfolded_shape, layer.running_shapes())
+        factors = ", ".join(_shape(s[1:] if s[0] == 1 else s) for s in shapes)
         rows.append((name, shape, layer.treatment, factors, _bytes(_memory(layer)), _why(layer)))
     return f"{_table(rows)}\ntotal curvature memory: {_bytes(total)}"
 

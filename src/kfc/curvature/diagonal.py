@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from kfc.curvature.damping import Damping
-from kfc.curvature.factor import Shape, reciprocal_or_zero
+from kfc.curvature.factor import reciprocal_or_zero
+from kfc.curvature.folding import Shape
 from kfc.curvature.gradients import SquaredGradients
 from kfc.curvature.kronecker import Bases, Inverse
 from kfc.curvature.layer import LayerCurvature

@@ -8,7 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kfc.curvature.factor import Shape, scale_first_row
+from kfc.curvature.factor import scale_first_row
+from kfc.curvature.folding import Shape
 from kfc.curvature.gradients import SquaredGradients
 from kfc.curvature.kfc import FactorStatistics, KroneckerCurvature
 from kfc.curvature.kronecker import EigenInverse, Inverse

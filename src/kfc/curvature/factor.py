@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-Shape = tuple[int, ...]
+from kfc.curvature.folding import diagonal_of_folded, is_folded
 
 
 def is_diagonal(factor: Tensor) -> bool:
@@ -18,8 +18,8 @@ def diagonal(factor: Tensor) -> Tensor:
 
 
 def trace(factor: Tensor) -> Tensor:
-    """Return the trace of each group's factor, (groups,)."""
-    return diagonal(factor).sum(-1)
+    """Return the trace of each group's factor, (groups,); the factor may be folded."""
+    return (diagonal_of_folded(factor) if is_folded(factor) else diagonal(factor)).sum(-1)
 
 
 def mean_eigenvalue(factor: Tensor) -> Tensor:

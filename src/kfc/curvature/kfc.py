@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from kfc.curvature.damping import Damping
-from kfc.curvature.factor import Shape, trace
+from kfc.curvature.factor import trace
+from kfc.curvature.folding import Shape, kept_shape, to_keep, whole
 from kfc.curvature.kronecker import (
     Accuracy,
     FactoredInverse,
@@ -16,7 +17,7 @@ from kfc.curvature.kronecker import (
     factor_balance,
 )
 from kfc.curvature.layer import LayerCurvature
-from kfc.curvature.low_rank import NARROWEST
+from kfc.curvature.low_rank import NARROWEST, widest
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.layers import MatrixLayer
 from kfc.moments.patches import row_moment
@@ -25,7 +26,8 @@ from kfc.moments.patches import row_moment
 class KroneckerCurvature(LayerCurvature):
     """Ω ⊗ Γ, with Ω of the patches and Γ of the derivatives (eqn 32) as running averages.
 
-    Factors wider than ``max_factor_size`` are kept as their diagonals.
+    Wide factors are kept folded (``kfc.curvature.folding``), and those wider than
+    ``max_factor_size`` as their diagonals.
     """
 
     treatment = "Kronecker factors"
@@ -50,11 +52,11 @@ class KroneckerCurvature(LayerCurvature):
         return FactorStatistics(self.layer, self.are_wide())
 
     def running_shapes(self) -> tuple[Shape, ...]:
-        return self.factor_shapes()
+        return tuple(map(kept_shape, self.factor_shapes()))
 
     def factors_of(self, running: tuple[Tensor, ...]) -> Factors:
         """Return Ω and Γ from the running averages."""
-        return Factors(*running)
+        return Factors(*map(whole, running))
 
     def factors(self) -> Factors | None:
         return None if self.state.running is None else self.factors_of(self.state.running)
@@ -84,6 +86,12 @@ class KroneckerCurvature(LayerCurvature):
         is_wide = any(len(s) == 3 and s[-1] >= NARROWEST for s in self.factor_shapes())
         can_be_cheap = issubclass(self.inverse_class, FactoredInverse)
         return is_wide and can_be_cheap and self.inverse_error is not None
+
+    def expected_widths(self) -> tuple[int, ...]:
+        if not self.has_variable_inverse():
+            return ()
+        sizes = [shape[-1] if len(shape) == 3 else 0 for shape in self.factor_shapes()]
+        return tuple(widest(n) if n >= NARROWEST else n for n in sizes)
 
     def inverse_shapes(self, widths: tuple[int, ...] = ()) -> dict[str, Shape]:
         return self.inverse_class.shapes(*self.factor_shapes(), widths)
@@ -138,11 +146,12 @@ class FactorStatistics(LayerStatistics):
         if self.derivative is None:
             return ()
         activation = self.activation_moments(examples)
-        return (*activation, Moment(self.derivative, self.rows, of_derivatives=True))
+        return (*activation, Moment(to_keep(self.derivative), self.rows, of_derivatives=True))
 
     def activation_sums(self, inputs: Tensor, outputs: Tensor) -> tuple[Any, ...]:
         """Return what one call adds to the statistics of activations: its part of Ω."""
-        return (activation_sum(self.layer, inputs, outputs, diagonal=self.wide_activation),)
+        moment = activation_sum(self.layer, inputs, outputs, diagonal=self.wide_activation)
+        return (to_keep(moment),)
 
     def activation_moments(self, examples: int) -> tuple[Moment, ...]:
         """Return the moments of activations, from the sums over all calls."""

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from kfc.curvature.damped import DampedInverse, Form, invert_shifted
 from kfc.curvature.factor import (
-    Shape,
     eigendecompose,
     is_diagonal,
     mean_eigenvalue,
@@ -30,6 +29,7 @@ from kfc.curvature.factor import (
     scale_first,
     scale_first_row,
 )
+from kfc.curvature.folding import Shape
 from kfc.curvature.low_rank import NARROWEST, widest
 
 # Factors up to this width have explicit inverses, which products apply faster than solves do.

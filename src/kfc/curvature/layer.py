@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kfc._helpers import require_keys
 from kfc.curvature.damping import UNKNOWN, Damping
-from kfc.curvature.factor import Shape, diagonal
+from kfc.curvature.factor import diagonal
+from kfc.curvature.folding import Shape
 from kfc.curvature.kronecker import Factors, Inverse
 from kfc.curvature.statistics import LayerStatistics, MomentLayout
 from kfc.layers import Layer
@@ -103,9 +104,13 @@ class LayerCurvature(ABC):
         return False
 
     def inverse_widths(self) -> tuple[int, ...]:
-        """Return what ``widths_of()`` returns for the inverse in use; empty if there is none."""
+        """Return what ``widths_of()`` returns for the inverse in use, or for the expected one."""
         inverse = self.state.inverse
-        return () if inverse is None else inverse.widths_of(inverse.tensors)
+        return self.expected_widths() if inverse is None else inverse.widths_of(inverse.tensors)
+
+    def expected_widths(self) -> tuple[int, ...]:
+        """Return what ``widths_of()`` is expected to return; empty if there is only one shape."""
+        return ()
 
     def inverse_shapes(self, widths: tuple[int, ...] = ()) -> dict[str, Shape]:
         """Return the shapes of an inverse's tensors, for the parameters trained now.

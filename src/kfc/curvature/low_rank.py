@@ -28,11 +28,14 @@ from torch import Tensor
 from kfc.curvature.factor import eigendecompose, trace
 
 # Narrower factors have an exact inverse.
-NARROWEST = 1100
-# The largest r: this part of n, but not less than LARGEST_ALWAYS.
-LARGEST_SHARE, LARGEST_ALWAYS = 1 / 32, 128
+NARROWEST = 256
+# The largest r is n / 8 up to 128, and n / 32 for wider factors.
+LARGEST_SHARE, LARGEST_OF_WIDE, FIRST_LIMIT = 8, 32, 128
 # If the error is larger with the largest r, an exact inverse is used.
 LARGEST_ERROR = 0.5
+# The error is known only if the damping is at least this part of the mean of the eigenvalues that
+# were not found; otherwise their distribution would matter too.
+LEAST_DAMPING = 0.1
 # Random columns that are added to those of the last refresh, to find new directions.
 FEWEST_NEW, NEW_SHARE = 16, 1 / 8
 PROBES = 8
@@ -42,7 +45,7 @@ MARGIN = 0.8
 
 def widest(size: int) -> int:
     """Return the largest number of columns of an inverse of low rank."""
-    return 1 + max(LARGEST_ALWAYS, int(size * LARGEST_SHARE))
+    return 1 + max(min(FIRST_LIMIT, size // LARGEST_SHARE), size // LARGEST_OF_WIDE)
 
 
 class Spectrum(NamedTuple):
@@ -127,7 +130,8 @@ def low_rank_inverse(
         if errors[-1] <= tolerance or width == most:
             break
         width, columns = most, found.vectors
-    if not errors[-1] <= max(tolerance, LARGEST_ERROR):
+    others = found.outside[:, 0] / (size - columns.shape[-1])
+    if not (errors[-1] <= LARGEST_ERROR and (shift >= LEAST_DAMPING * others).all()):
         return None
     rank = min(len(errors), 1 + int((errors > MARGIN * tolerance).sum()))
     return _inverse(found, shift, levels[:, rank - 1 : rank], rank)

@@ -21,7 +21,7 @@ FisherKind = Literal["sampled", "exact", "empirical"]
 InverseKind = Literal["factored", "eigen"]
 Decay = float | Literal["averaging"]
 
-INVERSE_ERROR = 0.05
+INVERSE_ERROR = 0.1
 #: The word for ξ = exp(-1/τ), with τ the timescale of the averaged parameters (Algorithm 1).
 AVERAGING: Literal["averaging"] = "averaging"
 
@@ -118,10 +118,10 @@ class Kronecker(FactorApproximation):
             for every Ω of width n. One process uses batches of less than 64 examples as a whole.
         inverse: ``"factored"`` damps each factor (Cholesky decompositions); ``"eigen"`` adds the
             damping to the products of eigenvalues exactly.
-        inverse_error: the error of the ``"factored"`` inverse of a factor wider than 1,100,
+        inverse_error: the error of the ``"factored"`` inverse of a factor of width n >= 256,
             relative to the natural gradient. It is inverted from its leading eigenpairs, as many as
-            needed but at most n / 32 or 128, which is faster and takes less memory. ``None``:
-            exact.
+            needed but at most n / 8 up to 128, or n / 32 if that is more. This is faster and takes
+            less memory. ``None``: exact.
         max_factor_size: wider factors keep their diagonal only.
     """
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kfc.curvature.factor import Shape
+from kfc.curvature.folding import Shape
 from kfc.curvature.kronecker import Factors, Inverse
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.curvature.sua import PixelStatistics, SUACurvature

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kfc.curvature.factor import Shape, trace
+from kfc.curvature.factor import trace
+from kfc.curvature.folding import Shape
 
 
 class Moment(NamedTuple):

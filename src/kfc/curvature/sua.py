@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfc.curvature.factor import Shape
+from kfc.curvature.folding import Shape, kept_shape, to_keep, whole
 from kfc.curvature.kfc import FactorStatistics, KroneckerCurvature
 from kfc.curvature.kronecker import Factors, Inverse
 from kfc.curvature.statistics import LayerStatistics, Moment
@@ -34,11 +34,11 @@ class SUACurvature(KroneckerCurvature):
         size = 1 + (columns // layer.offsets if "weight" in trained else 0)
         pixel: Shape = (layer.groups, size) if wide else (layer.groups, size, size)
         side = ("bias" in trained) + layer.offsets * ("weight" in trained)
-        return pixel, (side, side), self.factor_shapes()[1]
+        return kept_shape(pixel), (side, side), kept_shape(self.factor_shapes()[1])
 
     def factors_of(self, running: tuple[Tensor, ...]) -> Factors:
         pixel, counts, derivative = running
-        return Factors(expanded_factor(pixel, counts, self.layer.offsets), derivative)
+        return Factors(expanded_factor(whole(pixel), counts, self.layer.offsets), whole(derivative))
 
 
 def expanded_factor(pixel: Tensor, counts: Tensor, offsets: int) -> Tensor:
@@ -78,7 +78,7 @@ class PixelStatistics(FactorStatistics):
         elif "bias" not in self.trained:
             counts = counts[1:, 1:]
         moment = row_moment(rows, homogeneous=True, diagonal=self.wide_activation)
-        return moment, rows.shape[1], counts
+        return to_keep(moment), rows.shape[1], counts
 
     def activation_moments(self, examples: int) -> tuple[Moment, ...]:
         moment, pixels, counts = self.activation

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from kfc.curvature.damping import Damping
 from kfc.curvature.factor import (
-    Shape,
     add_to_diagonal,
     cholesky,
     eigendecompose,
     is_diagonal,
     trace,
 )
+from kfc.curvature.folding import Shape
 from kfc.curvature.kfc import activation_sum
 from kfc.curvature.kronecker import Inverse
 from kfc.curvature.layer import LayerCurvature

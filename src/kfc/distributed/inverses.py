@@ -6,9 +6,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kfc.curvature.folding import is_symmetric
 from kfc.curvature.kronecker import Inverse
 from kfc.curvature.layer import LayerCurvature
-from kfc.distributed.packing import Packing, is_symmetric
+from kfc.distributed.packing import Packing
 from kfc.distributed.placement import LayerSize
 
 

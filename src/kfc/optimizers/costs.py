@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kfc._helpers import require_keys, require_number
+from kfc.curvature.folding import unfolded_shape
 from kfc.curvature.layer import LayerCurvature
 from kfc.curvature.model import ModelCurvature
 from kfc.curvature.statistics import BatchStatistics
@@ -31,8 +32,10 @@ logger = logging.getLogger("kfc")
 
 # Decompositions and Fourier transforms take longer than products with as many multiply-adds.
 HANDICAP = 2.0
+# The multiply-adds in the time that it takes to fold or unfold one entry of a wide factor.
+FOLDING = 150.0
 # Step t may spend 1 + EARLY / t times the overhead.
-EARLY = 8.0
+EARLY = 6.0
 # The least share of the overhead that is left for refreshes, whatever natural gradients cost.
 LEAST_SHARE = 0.5
 # The largest amount that is saved for later steps, in forward and backward passes.
@@ -140,6 +143,8 @@ def _costs_of_layer(curvature: LayerCurvature, work: Work) -> Costs:
     maps = inputs / layer.offsets
     # Pairs of offsets with different distances are a few times as many as offsets.
     moment = groups * maps**2 * min(layer.offsets**2, HANDICAP * 4 * layer.offsets) / 2
+    folded = [shape for shape in curvature.running_shapes() if shape != unfolded_shape(shape)]
+    folding = FOLDING * sum(math.prod(unfolded_shape(shape)) for shape in folded)
     kept = curvature.inverse_shapes(curvature.inverse_widths())
     solves = 0.0
     for name, vectors in (("activation", outputs), ("derivative", inputs)):
@@ -149,8 +154,8 @@ def _costs_of_layer(curvature: LayerCurvature, work: Work) -> Costs:
             solves += groups * shape[-1] * shape[-2] * passes_of_matrix * vectors
     return Costs(
         plain=3 * work.rows * product,
-        statistics=rows * (passes * product + moment + groups * outputs**2 / 2),
-        inverses=HANDICAP * layer_size(curvature).operations,
+        statistics=rows * (passes * product + moment + groups * outputs**2 / 2) + folding,
+        inverses=HANDICAP * layer_size(curvature).operations + folding,
         natural_gradient=solves,
     )
 
@@ -159,7 +164,7 @@ class Allowance:
     """Postpones refreshes, so that curvature costs a share of the user's own passes.
 
     Let S, I and N be the costs of refreshing statistics and inverses once and of a natural
-    gradient, in forward and backward passes. Step t earns (overhead - N) (1 + 8 / t) / (S + I)
+    gradient, in forward and backward passes. Step t earns (overhead - N) (1 + 6 / t) / (S + I)
     refreshes of each kind: more at the start, because curvature changes fastest then. At least half
     of the overhead is left for refreshes. What is not used is saved, up to five passes or one
     refresh, whichever is more. The first step refreshes everything, on credit.
