@@ -34,17 +34,20 @@ def describe_layers(model: nn.Module, plan: Plan, curvature: ModelCurvature) -> 
             rows.append((name, shape, layer.treatment, "as above", "", ""))
             continue
         described.add(plan.layer_of[name][0])
-        total += _memory(layer)
+        memory = sum(layer_memory(layer))
+        total += memory
         shapes = map(unfolded_shape, layer.running_shapes())
         factors = ", ".join(_shape(s[1:] if s[0] == 1 else s) for s in shapes)
-        rows.append((name, shape, layer.treatment, factors, _bytes(_memory(layer)), _why(layer)))
-    return f"{_table(rows)}\ntotal curvature memory: {_bytes(total)}"
+        rows.append((name, shape, layer.treatment, factors, format_bytes(memory), _why(layer)))
+    return f"{_table(rows)}\ntotal curvature memory: {format_bytes(total)}"
 
 
-def _memory(curvature: LayerCurvature) -> int:
-    inverse = curvature.inverse_shapes(curvature.inverse_widths())
-    shapes = [*curvature.running_shapes(), *inverse.values()]
-    return sum(map(prod, shapes)) * curvature.layer.dtype.itemsize
+def layer_memory(curvature: LayerCurvature) -> tuple[int, int]:
+    """Return the bytes of a layer's running averages, and of its inverse."""
+    inverse = curvature.inverse_shapes(curvature.inverse_widths()).values()
+    itemsize = curvature.layer.dtype.itemsize
+    running = sum(map(prod, curvature.running_shapes()))
+    return running * itemsize, sum(map(prod, inverse)) * itemsize
 
 
 def _why(curvature: LayerCurvature) -> str:
@@ -61,7 +64,8 @@ def _shape(sizes: Sequence[int]) -> str:
     return "x".join(map(str, sizes)) or "scalar"
 
 
-def _bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
+    """Return a number of bytes as text, such as "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -92,7 +92,7 @@ def layer_size(curvature: LayerCurvature) -> LayerSize:
     return LayerSize(
         # Never zero, so that cheap inverses are distributed evenly too.
         max(1.0, operations),
-        bytes_each * _numbers(_packings(curvature)),
+        bytes_each * _numbers(_packings(curvature, curvature.inverse_widths())),
         bytes_each * sum(parameter.numel() for parameter in curvature.layer.trained().values()),
         can_be_kept=not curvature.measured_shapes(),
     )

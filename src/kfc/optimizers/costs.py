@@ -128,11 +128,12 @@ def counted_costs(curvature: ModelCurvature, work: Mapping[str, Work]) -> Costs:
     for name, own in work.items():
         layer = curvature.layers[name]
         if isinstance(layer.layer, MatrixLayer):
-            total = total.plus(_costs_of_layer(layer, own))
+            total = total.plus(costs_of_layer(layer, own))
     return total
 
 
-def _costs_of_layer(curvature: LayerCurvature, work: Work) -> Costs:
+def costs_of_layer(curvature: LayerCurvature, work: Work) -> Costs:
+    """Return the costs of a linear or convolutional layer."""
     layer = curvature.layer
     assert isinstance(layer, MatrixLayer)
     inputs, outputs = layer.factor_sizes()
@@ -200,16 +201,26 @@ class Allowance:
         Args:
             refreshed: whether it has refreshed statistics, and inverses.
         """
-        if self._overhead is None or self.costs is None:
+        rate = self.rate()
+        if rate is None or self.costs is None:
             return
-        cost = max(1e-12, self.costs.statistics + self.costs.inverses)
-        least = LEAST_SHARE * self._overhead
-        earned = max(self._overhead - self.costs.natural_gradient, least) * (1 + EARLY / step)
-        most = max(1.0, MOST_SAVED / cost)
+        earned = rate * (1 + EARLY / step)
+        most = max(1.0, MOST_SAVED / self._refresh_cost(self.costs))
         self._balances = [
-            min(most, balance - done + earned / cost)
+            min(most, balance - done + earned)
             for balance, done in zip(self._balances, refreshed, strict=True)
         ]
+
+    def rate(self) -> float | None:
+        """Return the refreshes of each kind that a step earns in the long run, if limited."""
+        if self._overhead is None or self.costs is None:
+            return None
+        left = max(self._overhead - self.costs.natural_gradient, LEAST_SHARE * self._overhead)
+        return left / self._refresh_cost(self.costs)
+
+    @staticmethod
+    def _refresh_cost(costs: Costs) -> float:
+        return max(1e-12, costs.statistics + costs.inverses)
 
     def describe(self, expected: Costs | None = None) -> str:
         """Return one line with the costs, if they are known.

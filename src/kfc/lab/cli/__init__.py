@@ -13,6 +13,7 @@ import kfc
 from kfc.lab.cli.compare import compare, demo
 from kfc.lab.cli.data import data_app
 from kfc.lab.cli.inspect import inspect
+from kfc.lab.cli.plan import plan
 from kfc.lab.cli.report import report
 from kfc.lab.cli.screen import say
 from kfc.lab.cli.suite import compare_suite
@@ -54,7 +55,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, compare, report, inspect):
+for command in (demo, train, compare, report, inspect, plan):
     app.command()(command)
 app.command(SUITE)(compare_suite)
 app.add_typer(data_app, name="data")

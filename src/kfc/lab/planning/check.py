@@ -1,0 +1,108 @@
+"""Real training steps on one or more processes, to compare predictions with."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+
+import kfc
+from kfc.distributed.options import PlacementKind
+from kfc.lab.networks import build
+from kfc.lab.planning.machine import seconds_of
+from kfc.schedule import longest
+
+# So small that the loss of random labels does not diverge.
+LR = 1e-4
+
+
+class Subject(NamedTuple):
+    """A network, and the batch that every rank trains it on.
+
+    Attributes:
+        network: its name, or ``"module:function"``.
+        image: channels, height and width of its inputs.
+        batch: examples per rank.
+    """
+
+    network: str
+    image: tuple[int, int, int]
+    classes: int
+    batch: int
+
+    def model(self) -> nn.Module:
+        model = build(self.network, image=self.image, classes=self.classes, init=None, seed=0)
+        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        """Return random inputs and labels."""
+        images = torch.randn(self.batch, *self.image).to(memory_format=torch.channels_last)
+        return images, torch.randint(self.classes, (self.batch,))
+
+
+def settled() -> kfc.Periods:
+    """Return the default periods of KFC at the end of a long run."""
+    periods = kfc.Periods()
+    return kfc.Periods(longest(periods.statistics), longest(periods.inverse))
+
+
+def seconds_of_passes(subject: Subject) -> float:
+    """Return the time of a step of SGD in this process."""
+    model = subject.model()
+    return seconds_of(_Step(model, torch.optim.SGD(model.parameters(), lr=LR), subject))
+
+
+def measured_step(subject: Subject, ranks: int, placement: PlacementKind, threads: int) -> float:
+    """Return the mean time of a settled step of KFC on processes of this machine.
+
+    Args:
+        threads: the threads of each process.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_train, (ranks, subject, placement, threads, folder), ranks)
+        return float(Path(folder, "seconds").read_text())
+
+
+def _train(
+    rank: int, ranks: int, subject: Subject, placement: PlacementKind, threads: int, folder: str
+) -> None:
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
+    model = subject.model()
+    run = DistributedDataParallel(model) if ranks > 1 else model
+    parallel = kfc.Parallel(placement=placement)
+    optimizer = kfc.KFC(run, lr=LR, schedule=settled(), parallel=parallel)
+    step, cycle = _Step(run, optimizer, subject), longest(settled().inverse)
+    for _ in range(cycle):
+        step()
+    dist.barrier()
+    start = perf_counter()
+    for _ in range(cycle):
+        step()
+    dist.barrier()
+    if rank == 0:
+        Path(folder, "seconds").write_text(str((perf_counter() - start) / cycle))
+    optimizer.close()
+    dist.destroy_process_group()
+
+
+class _Step:
+    """Trains on one batch when called."""
+
+    def __init__(self, run: nn.Module, optimizer: torch.optim.Optimizer, subject: Subject) -> None:
+        self._run, self._optimizer = run, optimizer
+        self._images, self._labels = subject.data()
+
+    def __call__(self) -> None:
+        self._optimizer.zero_grad()
+        F.cross_entropy(self._run(self._images), self._labels).backward()
+        self._optimizer.step()
