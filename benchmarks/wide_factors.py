@@ -30,13 +30,12 @@ from torch import Tensor, nn
 import kfc
 from kfc.curvature.factor import add_to_diagonal
 from kfc.curvature.kronecker import Factors, damping_shifts
+from kfc.curvature.low_rank import NARROWEST
 from kfc.lab.data import Batches, Inputs, load
 from kfc.layers import MatrixLayer
 
 DAMPING = 1e-3
-NARROWEST = 500
 REPEATS = 3
-SGD_LR = 0.05
 # Columns that subspace iteration carries besides the wanted ones.
 OVERSAMPLING = 16
 
@@ -217,12 +216,13 @@ def main() -> None:
     parser.add_argument("--network", choices=NETWORKS, default="resnet18")
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--lr", type=float, default=0.05, help="the learning rate of SGD")
     options = parser.parse_args()
     torch.manual_seed(0)
     data = load("cifar10")
     stream = Batches(data.train, Inputs.normalised(data.train), options.batch, 0).epoch(0)
     model = NETWORKS[options.network].model(torch.device("cpu"))
-    sgd = torch.optim.SGD(model.parameters(), SGD_LR, momentum=0.9)
+    sgd = torch.optim.SGD(model.parameters(), options.lr, momentum=0.9)
     for update in range(options.updates):
         images, labels = next(stream)
         sgd.zero_grad()

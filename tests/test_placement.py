@@ -42,8 +42,8 @@ def test_equal_costs_are_assigned_in_a_fixed_order():
     assert assign(costs, 3) == {"a": 0, "b": 1, "c": 2, "d": 0, "e": 1, "f": 2}
 
 
-def sizes(*layers: nn.Module, kind: str = "factored", curvature: str = "kfc"):
-    options = approximation(curvature, inverse=kind)
+def sizes(*layers: nn.Module, kind: str = "factored", curvature: str = "kfc", **more):
+    options = approximation(curvature, inverse=kind, **more)
     found = find_layers(nn.Sequential(*layers)).layers
     return {name: layer_size(options.for_layer(layer)) for name, layer in found.items()}
 
@@ -65,6 +65,7 @@ def test_auto_sends_large_inverses_and_keeps_wide_ones():
         nn.Linear(20, 20),  # not worth a message
         nn.Linear(1000, 1000),  # an inverse is less than twenty gradients
         nn.Linear(4096, 10),  # twenty gradients are less than an inverse
+        inverse_error=None,
     )
     placed = place(of_layers, 2, "auto", period=20)
     assert placed["0"] == EVERYWHERE
@@ -72,6 +73,12 @@ def test_auto_sends_large_inverses_and_keeps_wide_ones():
     assert not placed["1"].kept
     assert placed["2"].kept
     assert placed["1"].owner != placed["2"].owner
+
+
+def test_an_inverse_of_low_rank_is_sent_rather_than_twenty_gradients():
+    (placed,) = place(sizes(nn.Linear(4096, 10)), 2, "auto", period=20).values()
+    assert placed.owner is not None
+    assert not placed.kept
 
 
 @pytest.mark.parametrize("kind", ["auto", "shared", "gradients", "replicated"])

@@ -1,6 +1,7 @@
 """The curvature of a model, kept up to date from step to step."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from kfc.schedule import Budget, Periods, Schedule, longest
 from kfc.statistics.collector import Collector
 from kfc.statistics.hooks import ModelHooks
 
-STATE_VERSION = 9
+STATE_VERSION = 10
 STATE_KEYS = (
     *("steps", "skipped_steps", "generator", "losses", "expected", "replaces_guess"),
     *("budget", "allowance", "curvature", "inverses"),
@@ -291,7 +292,7 @@ class Engine:
     def _inverses_are_due(self) -> bool:
         return self.schedule.inverses_are_due(self.steps + 1) and self.allowance.allows(1)
 
-    def full_precision(self) -> torch.autocast:
+    def full_precision(self) -> AbstractContextManager[object]:
         return without_autocast(self.device)
 
     # State

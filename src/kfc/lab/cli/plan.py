@@ -23,29 +23,35 @@ RANKS = tuple(2**power for power in range(11))
 MOST_RANKS = 1024
 
 
+Net = Annotated[str, typer.Argument(help="A network by name, or module:function for your own.")]
+Image = Annotated[str, typer.Option(help="Channels, height and width of inputs.")]
+Ranks = Annotated[
+    str | None, typer.Option(help="Comma-separated numbers of ranks. Default: 1,2,4,...,1024.")
+]
+Network = Annotated[
+    float | None,
+    typer.Option(help="GB/s that a rank sends. Default: measured between two processes."),
+]
+Latency = Annotated[
+    float | None,
+    typer.Option(help="µs until a message arrives. Default: measured between two processes."),
+]
+Check = Annotated[
+    str | None,
+    typer.Option(help="Also train on this many processes here, such as 1,2,4, and compare."),
+]
+
+
 def plan(
-    net: Annotated[
-        str, typer.Argument(help="A network by name, or module:function for your own.")
-    ] = "resnet20",
-    image: Annotated[str, typer.Option(help="Channels, height and width of inputs.")] = "3x32x32",
+    net: Net = "resnet20",
+    image: Image = "3x32x32",
     classes: Annotated[int, typer.Option(min=2, help="Number of classes.")] = 10,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples per rank.")] = 128,
-    ranks: Annotated[
-        str | None, typer.Option(help="Comma-separated numbers of ranks. Default: 1,2,4,...,1024.")
-    ] = None,
-    network: Annotated[
-        float | None,
-        typer.Option(help="GB/s that a rank sends. Default: measured between two processes."),
-    ] = None,
-    latency: Annotated[
-        float | None,
-        typer.Option(help="µs until a message arrives. Default: measured between two processes."),
-    ] = None,
+    ranks: Ranks = None,
+    network: Network = None,
+    latency: Latency = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
-    check: Annotated[
-        str | None,
-        typer.Option(help="Also train on this many processes here, such as 1,2,4, and compare."),
-    ] = None,
+    check: Check = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="HTML page to write.")] = PAGE,
 ) -> None:
     """Predict the time, memory and traffic of steps with KFC on 1 to 1,024 ranks.
