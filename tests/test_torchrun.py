@@ -307,10 +307,10 @@ def test_divergence_is_traced_to_the_rank_where_it_began(job, tmp_path, log_peri
 
 
 def test_a_skipped_step_names_the_rank(job, tmp_path):
-    # The fourth pass is the user's second: the first step has one for statistics and for the clip.
-    (tmp_path / "broken.py").write_text(BROKEN)
+    # The passes of a step are those of the user, of its statistics and of the clip.
+    (tmp_path / "broken.py").write_text(BROKEN.replace("passes == 4", "passes == 5"))
     arguments = (*SMALL, "--optimizer", "kfc", "--batch-size", "128", "--updates", "8")
-    arguments += ("--estimate-factors", "0")
+    arguments += ("--estimate-factors", "0", "--statistics-period", "1", "--inverse-period", "1")
     first, second = job.run(2, "train", *arguments, "--net", "broken:net", "--out", "run")
     assert first.returncode == second.returncode == 0
     assert "step 2 was skipped: rank 1 gave gradients" in output_of(first)

@@ -172,11 +172,13 @@ class Allowance:
 
     Args:
         overhead: the allowed share; ``None``: nothing is postponed.
+        quiet: do not report natural gradients that exceed it, because another rank does.
     """
 
-    def __init__(self, overhead: float | None) -> None:
+    def __init__(self, overhead: float | None, *, quiet: bool = False) -> None:
         self.costs: Costs | None = None
         self._overhead = overhead
+        self._quiet = quiet
         # The refreshes of statistics and of inverses that are allowed now.
         self._balances = [1.0, 1.0]
 
@@ -188,7 +190,7 @@ class Allowance:
         """Record the costs of a step; the first time, report if they exceed the overhead."""
         is_first, self.costs = self.costs is None, costs.relative()
         own = self.costs.natural_gradient
-        if is_first and self._overhead is not None and own > self._overhead:
+        if is_first and not self._quiet and self._overhead is not None and own > self._overhead:
             logger.warning(
                 "natural gradients alone cost %.2g of a forward and backward pass, which exceeds "
                 "the overhead of %g; larger batches make them cheaper in comparison",

@@ -90,7 +90,8 @@ class Engine:
         self.plan = plan.without({name: reason for name, reason in reasons.items() if reason})
         self.device = next(model.parameters()).device
         self.schedule = Schedule(schedule, self.device, self.reducer.mean, norm_rate)
-        self.allowance = Allowance(schedule.overhead if isinstance(schedule, Periods) else None)
+        overhead = schedule.overhead if isinstance(schedule, Periods) else None
+        self.allowance = Allowance(overhead, quiet=self.reducer.rank > 0)
         self.curvature = ModelCurvature(self.plan, options, self.reducer)
         self.reducer.place(self.curvature.layers, longest(schedule.inverse or Periods().inverse))
         self.refresher = InverseRefresher(self.curvature, parallel, self.reducer)
