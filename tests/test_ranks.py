@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from kfc.curvature import folding
-from kfc.curvature.factor import trace
 from kfc.distributed import packing, ranks
 from kfc.distributed.ranks import Ranks, join_ranks
 from ranks import RankError, run_ranks, start_ranks
@@ -22,25 +21,6 @@ from ranks import RankError, run_ranks, start_ranks
 # Packing
 
 matrix_sizes = st.integers(1, 9)
-
-
-@given(groups=st.integers(1, 3), size=matrix_sizes, seed=st.integers(0, 9))
-def test_folding_a_symmetric_matrix_loses_nothing(groups, size, seed):
-    generator = torch.Generator().manual_seed(seed)
-    square = torch.randn(groups, size, size, generator=generator)
-    matrices = square + square.mT
-    folded = folding.fold(matrices)
-    assert folded.shape == (groups, *folding.folded_shape(size))
-    assert_close(folding.unfold(folded), matrices, rtol=0, atol=0)
-    diagonals = matrices.diagonal(dim1=1, dim2=2)
-    assert_close(folding.diagonal_of_folded(folded), diagonals, rtol=0, atol=0)
-    if size > 1:
-        assert folding.is_folded(folded)
-        assert folding.unfolded_shape(folded.shape) == matrices.shape
-        assert_close(trace(folded), trace(matrices))
-    # Each number of the lower triangle occurs once.
-    triangles = torch.cat([matrix[torch.ones_like(matrix).tril() > 0] for matrix in matrices])
-    assert_close(folded.flatten().sort().values, triangles.sort().values, rtol=0, atol=0)
 
 
 @given(shape=st.lists(st.integers(1, 5), max_size=4), size=matrix_sizes, groups=st.integers(1, 3))
@@ -60,11 +40,6 @@ def test_half_of_a_symmetric_matrix_is_sent(size, groups):
     expected = groups * size * (size + 1) // 2
     assert packing.Packing((groups, size, size), symmetric=True).numbers == expected
     assert torch.Size(folding.folded_shape(size)).numel() * groups == expected
-
-
-def test_only_groups_of_square_matrices_are_folded():
-    assert folding.is_symmetric((1, 3, 3))
-    assert not any(map(folding.is_symmetric, [(3, 3), (2, 3, 4), (1, 2, 3, 3), ()]))
 
 
 # A single process
