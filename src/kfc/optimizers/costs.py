@@ -192,7 +192,7 @@ class Allowance:
         own = self.costs.natural_gradient
         if is_first and not self._quiet and self._overhead is not None and own > self._overhead:
             logger.warning(
-                "natural gradients alone cost %.2g of a forward and backward pass, which exceeds "
+                "natural gradients alone cost %.3g of a forward and backward pass, which exceeds "
                 "the overhead of %g; larger batches make them cheaper in comparison",
                 *(own, self._overhead),
             )
