@@ -62,10 +62,11 @@ class Periods:
     Args:
         statistics: T_s, the period of the factors' statistics: a number or a ``Stretch``.
         inverse: T_f, the period of the inverses: a number or a ``Stretch``.
-        overhead: a refresh that is due is left out if refreshes would cost more than this share of
-            your own forward and backward passes, on average; at step t, 1 + 20 / t times as much is
-            allowed. Costs are multiply-adds, counted from the shapes of the layers, so that they
-            do not depend on the speed of the machine. ``None``: none is left out.
+        overhead: refreshes that are due are postponed if curvature (refreshes and natural
+            gradients) would cost more than this share of your own forward and backward passes, on
+            average; at step t, 1 + 4 / t times as much is allowed. Costs are multiply-adds, counted
+            from the shapes of the layers, so that they do not depend on the speed of the machine.
+            ``None``: none is postponed.
     """
 
     statistics: Period = Stretch(10)

@@ -35,7 +35,7 @@ HANDICAP = 2.0
 # The multiply-adds in the time that it takes to fold or unfold one entry of a wide factor.
 FOLDING = 150.0
 # Step t may spend 1 + EARLY / t times the overhead.
-EARLY = 6.0
+EARLY = 4.0
 # The least share of the overhead that is left for refreshes, whatever natural gradients cost.
 LEAST_SHARE = 0.5
 # The largest amount that is saved for later steps, in forward and backward passes.
@@ -165,7 +165,7 @@ class Allowance:
     """Postpones refreshes, so that curvature costs a share of the user's own passes.
 
     Let S, I and N be the costs of refreshing statistics and inverses once and of a natural
-    gradient, in forward and backward passes. Step t earns (overhead - N) (1 + 6 / t) / (S + I)
+    gradient, in forward and backward passes. Step t earns (overhead - N) (1 + 4 / t) / (S + I)
     refreshes of each kind: more at the start, because curvature changes fastest then. At least half
     of the overhead is left for refreshes. What is not used is saved, up to five passes or one
     refresh, whichever is more. The first step refreshes everything, on credit.
