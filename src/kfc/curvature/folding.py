@@ -6,8 +6,6 @@ block whose lower triangle is that of A₂₂ and whose upper triangle, one colu
 is that of A₁₁. Sums and averages of folded matrices are those of the matrices.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,6 @@ Shape = tuple[int, ...]
 
 # Narrower statistics are kept as whole matrices, which need not be unfolded to be inverted.
 NARROWEST = 512
-PART = 256
 
 
 def folded_shape(size: int) -> tuple[int, int]:
@@ -64,14 +61,11 @@ def fold(matrices: Tensor) -> Tensor:
     """Return symmetric matrices (..., n, n) folded; only their lower triangles are read."""
     size, half = matrices.shape[-1], matrices.shape[-1] // 2
     folded = matrices.new_empty(*matrices.shape[:-2], *folded_shape(size))
-    block, first = folded[..., half:], matrices[..., :half, :half]
+    block = folded[..., half:]
     folded[..., :half] = matrices[..., half:, :half]
     block[..., : size - half] = matrices[..., half:, half:]
     upper = block[..., :half, 1:]
-    for here, after in _parts(half):
-        corner = upper[..., here, here]
-        corner.copy_(corner.tril(-1).add_(first[..., here, here].mT.triu()))
-        upper[..., here, after] = first[..., after, here].mT
+    upper.copy_(upper.tril(-1).add_(matrices[..., :half, :half].mT.triu()))
     return folded
 
 
@@ -79,25 +73,16 @@ def unfold(folded: Tensor) -> Tensor:
     """Return the symmetric matrices (..., n, n) that were folded."""
     size = folded.shape[-2] + folded.shape[-1] // 2
     half = size // 2
-    block = folded[..., half:]
+    block, corner = folded[..., half:], folded[..., :half]
     matrices = folded.new_empty(*folded.shape[:-2], size, size)
-    matrices[..., half:, :half] = folded[..., :half]
-    matrices[..., half:, half:] = block[..., : size - half]
-    matrices[..., :half, :half] = block[..., :half, 1:].mT
-    for here, after in _parts(size):  # copy the lower triangle to the upper one
-        lower = matrices[..., here, here].tril()
-        matrices[..., here, here] = lower.add_(lower.tril(-1).mT)
-        matrices[..., here, after] = matrices[..., after, here].mT
+    matrices[..., half:, :half] = corner
+    matrices[..., :half, half:] = corner.mT
+    upper, lower = matrices[..., :half, :half], matrices[..., half:, half:]
+    upper.copy_(block[..., :half, 1:]).triu_()
+    lower.copy_(block[..., : size - half]).tril_()
+    upper.add_(upper.triu(1).mT)
+    lower.add_(lower.tril(-1).mT)
     return matrices
-
-
-def _parts(size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield consecutive parts of a dimension, each with all that follows it.
-
-    Transposing in parts takes half the time of transposing a wide matrix at once.
-    """
-    for start in range(0, size, PART):
-        yield slice(start, start + PART), slice(start + PART, size)
 
 
 def diagonal_of_folded(folded: Tensor) -> Tensor:
