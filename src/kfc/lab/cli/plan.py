@@ -79,13 +79,14 @@ def plan(
         torch.set_num_threads(threads)
         machine, task = _measured(subject, network, latency)
         found = Plan(
-            f"{net} with batches of {batch_size}",
+            f"{net}, batches of {batch_size}",
             batch_size,
             machine,
             predict_all(task, machine, sizes),
             _compared(subject, task, machine, checked, threads),
         )
-        screen.console.print(screen.as_table(summary_rows(found), found.title, compact=True))
+        title = f"{found.title}: milliseconds of a step by placement, and details of auto"
+        screen.console.print(screen.as_table(summary_rows(found), title, compact=True))
         if found.checked:
             screen.console.print(screen.as_table(check_rows(found), "On this machine"))
         with screen.writing(out):

@@ -60,13 +60,13 @@ def plan_rows(plan: Plan) -> list[Row]:
 
 
 def summary_rows(plan: Plan) -> list[Row]:
-    """Return a narrow table: the step with every placement, and details of "auto"."""
+    """Return a narrow table: milliseconds with every placement, and details of "auto"."""
     by_ranks: dict[int, dict[str, Prediction]] = {}
     for each in plan.predictions:
         by_ranks.setdefault(each.ranks, {})[each.placement] = each
     names = _placements(plan)
     details = {int(row[0]): row[4:] for row in plan_rows(plan) if row[1] in ("", "auto")}
-    rows: list[Row] = [("ranks", *(f"{name} (ms)" for name in names or ["ms"]), *HEADER[4:])]
+    rows: list[Row] = [("ranks", *(names or ["ms"]), *HEADER[4:])]
     for ranks, found in by_ranks.items():
         cells = [
             number(1000 * found[name].step) if name in found else "" for name in names or found
@@ -113,7 +113,7 @@ def write_plan_page(path: Path, plan: Plan) -> None:
         "checks": check_rows(plan) if plan.checked else None,
         "machine": machine_rows(plan.machine),
     }
-    write_html(path, "plan.html", title=f"Training {plan.title} with KFC", sections=sections)
+    write_html(path, "plan.html", title=f"KFC on {plan.title}", sections=sections)
 
 
 def _placements(plan: Plan) -> list[str]:
@@ -133,7 +133,8 @@ def _part_rows(plan: Plan) -> list[Row]:
 def _figure(plan: Plan, id: str, unit: str, value: Callable[[Prediction], float]) -> Figure:
     traces = []
     for index, placement in enumerate(_placements(plan)):
-        shown = [each for each in plan.predictions if each.placement == placement]
+        # A logarithmic axis has no place for the traffic of one rank.
+        shown = [e for e in plan.predictions if e.placement == placement and value(e) > 0]
         xs, ys = [each.ranks for each in shown], [value(each) for each in shown]
         template = f"%{{y:.4~g}} {unit} on %{{x}} ranks"
         traces.append(line(index, placement, xs, ys, hovertemplate=template))
