@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable
@@ -124,11 +125,12 @@ def mebibytes(build: Callable[[nn.Module], Step], size: Size) -> float:
     return peak_bytes(three_steps) / 2**20
 
 
-def measure(what: str, repeats: int) -> dict[str, Any]:
-    """Return times and memory as one size grows."""
+def measure(what: str, repeats: int, largest: float) -> dict[str, Any]:
+    """Return times and memory as one size grows, up to a largest one."""
     times: dict[str, list[float]] = {}
     memory: dict[str, list[float]] = {}
-    for value in GROWTH[what]:
+    sizes = [value for value in GROWTH[what] if value <= largest]
+    for value in sizes:
         size = Size(**{what: value})
         found = seconds_by_method(size, repeats)
         idle, refresh = found["KFC, nothing due"], found["KFC, refresh"]
@@ -140,7 +142,7 @@ def measure(what: str, repeats: int) -> dict[str, Any]:
         for name, build in builds.items():
             memory.setdefault(name, []).append(mebibytes(build, size))
         print(f"{what} {value}", file=sys.stderr, flush=True)
-    return {"what": what, "sizes": GROWTH[what], "milliseconds": times, "mebibytes": memory}
+    return {"what": what, "sizes": sizes, "milliseconds": times, "mebibytes": memory}
 
 
 def show(found: dict[str, Any]) -> None:
@@ -161,14 +163,16 @@ def main() -> None:
     )
     parser.add_argument("--growth", nargs="+", choices=GROWTH, default=list(GROWTH))
     parser.add_argument("--repeats", type=int, default=3, help="the number of timed rounds")
+    parser.add_argument("--largest", type=float, default=math.inf, help="leave out larger sizes")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(", ".join(f"{k} {v}" for k, v in machine(torch.device("cpu")).items()))
-    found = [measure(what, options.repeats) for what in options.growth]
-    for each in found:
-        show(each)
+    found = []
+    for what in options.growth:
+        found.append(measure(what, options.repeats, options.largest))
+        show(found[-1])
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
 
