@@ -81,7 +81,7 @@ def test_curvature_stays_within_the_overhead_which_is_larger_at_the_start():
         allowed = 0.15 * sum(1 + EARLY / step for step in range(1, steps + 1))
         count = sum(step < steps for step in done)
         assert allowed - 2 <= count <= allowed + 1
-    assert sum(step < 25 for step in done) > 1.3 * sum(25 <= step < 50 for step in done)
+    assert sum(step < 25 for step in done) > 1.3 * sum(900 <= step < 925 for step in done)
 
 
 def test_costly_natural_gradients_leave_half_of_the_overhead_to_refreshes(caplog):

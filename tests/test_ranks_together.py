@@ -93,7 +93,8 @@ def drawn_targets(rank, size):
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
     run = DistributedDataParallel(model)
-    optimizer = kfc.KFC(run, likelihood=Spy(), lr=1e-9, seed=rank, clip=None)
+    every_step = kfc.Periods(1, 1)
+    optimizer = kfc.KFC(run, likelihood=Spy(), lr=1e-9, seed=rank, clip=None, schedule=every_step)
     for _ in range(2):
         step(optimizer, run, torch.ones(50, 3), torch.zeros(50, dtype=torch.long))
     return torch.stack(seen), optimizer.state_dict()["curvature"]["generator"]
