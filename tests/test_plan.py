@@ -135,6 +135,18 @@ def test_bad_options_are_errors(options, message, tmp_path):
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
+def test_a_network_that_does_not_fit_the_image_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    network = "nn.Sequential(nn.Flatten(), nn.Linear(12, 3))"
+    source = f"from torch import nn\ndef net():\n    return {network}\n"
+    (tmp_path / "own_network.py").write_text(source)
+    result = CliRunner().invoke(app, ["plan", "own_network:net", "--image", "1x3x3"])
+    assert result.exit_code == 2
+    text = " ".join(result.output.split())
+    assert "own_network:net failed on images of 1x3x3" in text
+    assert "--image" in text
+
+
 def made_up_plan(ranks=(1, 2, 64, 1024)):
     predictions = predict_all(task(), MACHINE, ranks)
     checked = [Checked(predict(task(), MACHINE, 2, "auto"), 0.6)]

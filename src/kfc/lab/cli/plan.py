@@ -13,6 +13,7 @@ import typer
 import kfc
 from kfc.distributed.options import PLACEMENTS, PlacementKind
 from kfc.lab.cli import screen
+from kfc.lab.networks import NetworkError
 from kfc.lab.planning.check import Subject, measured_step, seconds_of_passes, settled
 from kfc.lab.planning.machine import Machine, measure_machine
 from kfc.lab.planning.prediction import Task, predict, predict_all
@@ -98,10 +99,19 @@ def _measured(
     subject: Subject, network: float | None, latency: float | None
 ) -> tuple[Machine, Task]:
     screen.say("Measuring the machine and a step of SGD")
+    try:
+        passes = seconds_of_passes(subject)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        if isinstance(error, NetworkError):
+            raise
+        shape = "x".join(map(str, subject.image))
+        raise NetworkError(
+            f"{subject.network} failed on images of {shape} with {subject.classes} classes: "
+            f"{error}; pass the size of its inputs with --image, and --classes"
+        ) from error
     machine = measure_machine(
         None if network is None else 1e9 * network, None if latency is None else 1e-6 * latency
     )
-    passes = seconds_of_passes(subject)
     optimizer = kfc.KFC(
         subject.model(), schedule=settled(), parallel=kfc.Parallel(group=None), seed=0
     )
