@@ -10,22 +10,26 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import kfc
-from kfc.curvature.damped import DampedInverse, Form
+from kfc.curvature.damped import DampedInverse, Form, invert_shifted
 from kfc.curvature.kronecker import Accuracy, FactoredInverse, Factors
 from kfc.curvature.low_rank import (
     _inverse,
     _spectrum,
     after,
     low_rank_inverse,
+    most_columns,
     times_,
-    widest,
 )
+from kfc.moments.folding import fold
 from ranks import run_ranks
 from resuming import assert_resumes
 
 SIZE = 300
+MOST = most_columns(SIZE)
 # Wide enough to be folded
 WIDE = 1100
+# The largest ranks of the inverses of wide_factors()
+COLUMNS = most_columns(WIDE + 5), 0
 DAMPING = torch.tensor([0.1, 0.02], dtype=torch.float64)
 
 
@@ -63,7 +67,7 @@ def test_a_product_is_that_of_the_dense_matrix():
 
 def test_it_is_the_inverse_with_the_best_number_in_place_of_the_small_eigenvalues():
     factor, _ = decaying_factor()
-    matrix = low_rank_inverse(factor, DAMPING, 1e-2)
+    matrix = low_rank_inverse(factor, DAMPING, 1e-2, MOST)
     rank = matrix.shape[-1] - 1
     values, basis = torch.linalg.eigh(factor)
     inverses, small = 1 / (values + DAMPING.unsqueeze(-1)), values[:, :-rank]
@@ -78,7 +82,7 @@ def test_it_is_the_inverse_with_the_best_number_in_place_of_the_small_eigenvalue
 @pytest.mark.parametrize("tolerance", [0.2, 0.05, 0.02])
 def test_the_error_is_close_to_the_tolerance(tolerance):
     factor, root = decaying_factor()
-    matrix = low_rank_inverse(factor, DAMPING, tolerance)
+    matrix = low_rank_inverse(factor, DAMPING, tolerance, MOST)
     errors = relative_errors(matrix, factor, root)
     assert errors.max() <= tolerance
     assert errors.max() > 0.6 * tolerance
@@ -105,11 +109,11 @@ def test_the_error_is_estimated_well(power, passes):
 def test_a_refresh_starts_from_the_last_one_and_keeps_the_tolerance():
     factor, root = decaying_factor()
     other, other_root = decaying_factor(seed=5)
-    matrix = low_rank_inverse(factor, DAMPING, 0.05)
+    matrix = low_rank_inverse(factor, DAMPING, 0.05, MOST)
     for weight in (0.1, 0.3, 0.5):
         mixed = (1 - weight) * factor + weight * other
         both = torch.cat([(1 - weight) ** 0.5 * root, weight**0.5 * other_root], dim=2)
-        matrix = low_rank_inverse(mixed, DAMPING, 0.05, start=matrix)
+        matrix = low_rank_inverse(mixed, DAMPING, 0.05, MOST, start=matrix)
         assert relative_errors(matrix, mixed, both).max() <= 0.05
 
 
@@ -125,16 +129,18 @@ def test_a_start_saves_products():
             return super().__torch_function__(func, types, args, kwargs or {})
 
     watched = factor.as_subclass(Counting)
-    first = low_rank_inverse(watched, DAMPING[:1], 0.05)
+    first = low_rank_inverse(watched, DAMPING[:1], 0.05, most_columns(600))
     cold = sum(counted)
     counted.clear()
-    low_rank_inverse(watched, DAMPING[:1], 0.05, start=first.as_subclass(torch.Tensor))
+    low_rank_inverse(
+        watched, DAMPING[:1], 0.05, most_columns(600), start=first.as_subclass(torch.Tensor)
+    )
     assert sum(counted) < cold
 
 
 def test_a_spectrum_far_above_the_damping_has_no_inverse_of_low_rank():
     values = torch.logspace(0, -9, SIZE, dtype=torch.float64)
-    assert low_rank_inverse(values.diag()[None], DAMPING[:1] * 1e-9, 0.05) is None
+    assert low_rank_inverse(values.diag()[None], DAMPING[:1] * 1e-9, 0.05, MOST) is None
 
 
 def test_no_damping_of_a_singular_factor_leaves_it_to_the_exact_inverse():
@@ -142,19 +148,46 @@ def test_no_damping_of_a_singular_factor_leaves_it_to_the_exact_inverse():
     values, basis = torch.linalg.eigh(factor)
     values[:, :-5] = 0
     singular = (basis * values.unsqueeze(1)) @ basis.mT
-    found = low_rank_inverse(singular, torch.zeros(1, dtype=torch.float64), 0.05)
+    found = low_rank_inverse(singular, torch.zeros(1, dtype=torch.float64), 0.05, MOST)
     assert found is None or torch.isfinite(found).all()
+
+
+def test_a_limit_by_costs_is_kept_whatever_the_error():
+    """The inverse is then that of the leading eigenpairs, with a number for the others."""
+    values = torch.full((SIZE,), 1e-3, dtype=torch.float64)
+    values[:4] = torch.tensor([1.0, 0.8, 0.6, 0.5])
+    factor, shift = values.diag()[None], DAMPING[:1] * 1e-6
+    assert low_rank_inverse(factor, shift, 0.05, MOST) is None
+    found = low_rank_inverse(factor, shift, 0.05, 4)
+    dense = after(torch.eye(SIZE, dtype=torch.float64)[None], found)[0]
+    assert_close(dense.diag(), 1 / (values + shift), rtol=0.1, atol=0)
+    assert (torch.linalg.eigvalsh(dense) > 0).all()
+    # A start with more columns than are allowed now
+    wider = low_rank_inverse(factor, shift, 1e-6, 5, start=torch.randn(1, SIZE, 12).double())
+    assert wider.shape[-1] <= 1 + 5
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_folded_factors_have_the_same_inverses(groups):
+    factor, _ = decaying_factor(groups=groups)
+    for tolerance in (None, 0.05):
+        one, other = (
+            invert_shifted([each], [DAMPING[:groups]], tolerance, [MOST], [None])[0]
+            for each in (factor, fold(factor))
+        )
+        assert one.form is other.form
+        assert_close(one.matrix.abs(), other.matrix.abs())
 
 
 def test_a_factor_of_zeros_is_inverted_by_its_damping():
     zero = torch.zeros(1, SIZE, SIZE)
-    found = times_(low_rank_inverse(zero, torch.tensor([0.5]), 0.05), torch.ones(1, SIZE, 1))
+    found = times_(low_rank_inverse(zero, torch.tensor([0.5]), 0.05, MOST), torch.ones(1, SIZE, 1))
     assert_close(found, torch.full((1, SIZE, 1), 2.0))
 
 
 def test_it_is_unscaled_like_the_dense_inverse():
     factor, _ = decaying_factor()
-    matrix, right = low_rank_inverse(factor, DAMPING, 0.05), torch.randn(2, SIZE, 3).double()
+    matrix, right = low_rank_inverse(factor, DAMPING, 0.05, MOST), torch.randn(2, SIZE, 3).double()
     scale = torch.eye(SIZE, dtype=torch.float64)
     scale[0, 0] = 3.0
     inverse = scale.inverse()
@@ -170,10 +203,12 @@ def wide_factors():
 
 def test_only_wide_factors_are_of_low_rank():
     factors = wide_factors()
-    exact, cheap = (FactoredInverse.of(factors, 1e-3, 1.0, Accuracy(t)) for t in (None, 0.05))
+    exact, cheap = (
+        FactoredInverse.of(factors, 1e-3, 1.0, Accuracy(t, COLUMNS)) for t in (None, 0.05)
+    )
     assert [exact.activation.form, exact.derivative.form] == [Form.CHOLESKY, Form.EXPLICIT]
     assert [cheap.activation.form, cheap.derivative.form] == [Form.LOW_RANK, Form.EXPLICIT]
-    again = FactoredInverse.of(factors, 1e-3, 1.0, Accuracy(0.05, cheap))
+    again = FactoredInverse.of(factors, 1e-3, 1.0, Accuracy(0.05, COLUMNS, cheap))
     gradient = torch.randn(1, 6, WIDE + 5).double() @ factors.activation
     expected = exact.apply(gradient)
     for inverse in (cheap, again):
@@ -182,7 +217,9 @@ def test_only_wide_factors_are_of_low_rank():
 
 def test_the_damping_of_a_bias_is_its_own():
     factors, ratio = wide_factors(), 50.0
-    exact, cheap = (FactoredInverse.of(factors, 1e-3, ratio, Accuracy(t)) for t in (None, 0.01))
+    exact, cheap = (
+        FactoredInverse.of(factors, 1e-3, ratio, Accuracy(t, COLUMNS)) for t in (None, 0.01)
+    )
     assert cheap.activation.form is Form.LOW_RANK
     gradient = torch.randn(1, 6, WIDE + 5).double() @ factors.activation
     expected = exact.apply(gradient)
@@ -252,7 +289,7 @@ def test_a_state_with_too_many_columns_is_refused():
     train(model, optimizer, range(2))
     state = optimizer.state_dict()
     inverse = state["curvature"]["curvature"]["layers"]["0"]["inverse"]
-    inverse["activation"] = torch.zeros(1, WIDE + 1, widest(WIDE + 1) + 1)
+    inverse["activation"] = torch.zeros(1, WIDE + 1, most_columns(WIDE + 1) + 2)
     with pytest.raises(ValueError, match="activation"):
         optimizer.load_state_dict(state)
 

@@ -3,7 +3,7 @@
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
 from types import ModuleType
@@ -55,6 +55,17 @@ def finite_scalars(tensors: Iterable[Tensor]) -> list[Tensor]:
         # torch._foreach_norm takes 17 times as long on the CPU.
         return [at_least_float32(value).sum() for value in values]
     return list(torch._foreach_norm(values, ord=math.inf))
+
+
+def parts_by_size(tensors: Sequence[Tensor], most: int = 2**20) -> Iterator[slice]:
+    """Yield slices of a list that contain at most so many entries, or one tensor."""
+    start, entries = 0, 0
+    for index, tensor in enumerate(tensors):
+        if entries and entries + tensor.numel() > most:
+            yield slice(start, index)
+            start, entries = index, 0
+        entries += tensor.numel()
+    yield slice(start, len(tensors))
 
 
 def inner_product(one: Tensor, other: Tensor) -> Tensor:

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from kfc.curvature.damping import Damping
 from kfc.curvature.factor import reciprocal_or_zero
-from kfc.curvature.folding import Shape
 from kfc.curvature.kronecker import Inverse
 from kfc.curvature.layer import LayerCurvature
 from kfc.curvature.statistics import KeptInputs, LayerStatistics, Moment
 from kfc.layers import NormalisationLayer
+from kfc.moments.folding import Shape
 
 
 class ChannelInverse(Inverse):

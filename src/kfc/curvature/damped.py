@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ from kfc.curvature.factor import (
     scale_first,
     scale_first_row,
 )
-from kfc.curvature.low_rank import NARROWEST, after, low_rank_inverse, times_
+from kfc.curvature.low_rank import after, low_rank_inverse, times_
+from kfc.moments.folding import whole
 
 
 class Form(IntEnum):
@@ -35,17 +37,19 @@ class DampedInverse(NamedTuple):
     Attributes:
         matrix: the lower Cholesky factor of factor + shift I, (groups, n, n); or the inverse
             itself, or its diagonal (groups, n); or what ``low_rank_inverse`` returns.
+        floor: see ``kfc.curvature.low_rank.times_()``.
     """
 
     matrix: Tensor
     form: Form
+    floor: float | None = None
 
     def times_(self, right: Tensor) -> Tensor:
         """Return the inverse times (groups, n, k), whose memory may be used."""
         if self.form is Form.CHOLESKY:
             return torch.cholesky_solve(right, self.matrix)
         if self.form is Form.LOW_RANK:
-            return times_(self.matrix, right)
+            return times_(self.matrix, right, self.floor)
         if is_diagonal(self.matrix):
             return right.mul_(self.matrix.unsqueeze(-1))
         return self.matrix @ right
@@ -55,7 +59,7 @@ class DampedInverse(NamedTuple):
         if self.form is Form.CHOLESKY:
             return torch.cholesky_solve(left.mT, self.matrix).mT
         if self.form is Form.LOW_RANK:
-            return after(left, self.matrix)
+            return after(left, self.matrix, self.floor)
         if is_diagonal(self.matrix):
             return left * self.matrix.unsqueeze(-2)
         return left @ self.matrix
@@ -85,7 +89,8 @@ def invert_shifted(
     factors: Sequence[Tensor],
     shifts: Sequence[Tensor],
     tolerance: float | None = None,
-    starts: Sequence[DampedInverse | None] | None = None,
+    columns: Iterable[int] = repeat(0),
+    starts: Iterable[DampedInverse | None] = repeat(None),
 ) -> list[DampedInverse]:
     """Return (factor + shift I)⁻¹ for positive semi-definite factors; always finite.
 
@@ -93,32 +98,34 @@ def invert_shifted(
     method elsewhere. All decompositions start before the host waits for any of them.
 
     Args:
-        tolerance: the allowed error of inverses of wide factors; ``None``: exact inverses.
+        factors: (groups, n, n), which may be folded, or diagonals.
+        tolerance: the allowed error of inverses of low rank; ``None``: exact inverses.
+        columns: the largest ranks of inverses of low rank; 0 for an exact inverse.
         starts: earlier inverses of the factors.
     """
     found: dict[int, DampedInverse] = {}
     roots: dict[int, tuple[Tensor, Tensor]] = {}
-    starts = starts or [None] * len(factors)
-    for index, (factor, shift, start) in enumerate(zip(factors, shifts, starts, strict=True)):
+    arguments = zip(factors, shifts, columns, starts, strict=False)
+    for index, (factor, shift, most, start) in enumerate(arguments):
         if is_diagonal(factor):
             found[index] = DampedInverse(
                 reciprocal_or_zero(add_to_diagonal(factor, shift)), Form.EXPLICIT
             )
             continue
         cheap = None
-        if tolerance is not None and factor.shape[-1] >= NARROWEST:
-            cheap = low_rank_inverse(factor, shift, tolerance, start and start.columns())
+        if tolerance is not None and most:
+            cheap = low_rank_inverse(factor, shift, tolerance, most, start and start.columns())
         if cheap is not None:
             found[index] = DampedInverse(cheap, Form.LOW_RANK)
         else:
-            roots[index] = cholesky(add_to_diagonal(factor, shift))
+            roots[index] = cholesky(add_to_diagonal(whole(factor), shift))
     flags = [trusted for _, trusted in roots.values()]
     are_trusted = torch.stack(flags).tolist() if flags else []
     for (index, (lower, _)), trusted in zip(roots.items(), are_trusted, strict=True):
         if trusted:
             found[index] = DampedInverse(lower, Form.CHOLESKY)
         else:
-            careful = _invert_carefully(factors[index], shifts[index])
+            careful = _invert_carefully(whole(factors[index]), shifts[index])
             found[index] = DampedInverse(careful, Form.EXPLICIT)
     return [found[index] for index in range(len(factors))]
 

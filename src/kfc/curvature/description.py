@@ -1,22 +1,31 @@
 """A table that says how every parameter of a model is treated."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 
 from torch import nn
 
-from kfc.curvature.folding import unfolded_shape
-from kfc.curvature.layer import LayerCurvature
+from kfc.curvature.layer import Columns, LayerCurvature
 from kfc.curvature.model import ModelCurvature
 from kfc.layers import Plan
+from kfc.moments.folding import unfolded_shape
 
 HEADER = ("parameter", "shape", "treatment", "factors", "memory", "why")
 
 
-def describe_layers(model: nn.Module, plan: Plan, curvature: ModelCurvature) -> str:
+def describe_layers(
+    model: nn.Module,
+    plan: Plan,
+    curvature: ModelCurvature,
+    columns: Mapping[str, Columns] = MappingProxyType({}),
+) -> str:
     """Return one row per parameter: treatment, factor shapes, memory, and the reason.
 
     A layer's factors and their memory (running averages and inverses) are on its first row.
+
+    Args:
+        columns: the limits of inverses that are not known yet; by default those in force.
     """
     rows: list[tuple[str, ...]] = []
     described: set[str] = set()
@@ -29,12 +38,13 @@ def describe_layers(model: nn.Module, plan: Plan, curvature: ModelCurvature) -> 
         if name in plan.plain:
             rows.append((name, shape, curvature.options.fallback, "", "", plan.plain[name]))
             continue
-        layer = curvature.layers[plan.layer_of[name][0]]
-        if plan.layer_of[name][0] in described:
+        owner = plan.layer_of[name][0]
+        layer = curvature.layers[owner]
+        if owner in described:
             rows.append((name, shape, layer.treatment, "as above", "", ""))
             continue
-        described.add(plan.layer_of[name][0])
-        memory = sum(layer_memory(layer))
+        described.add(owner)
+        memory = sum(layer_memory(layer, columns.get(owner)))
         total += memory
         shapes = map(unfolded_shape, layer.running_shapes())
         factors = ", ".join(_shape(s[1:] if s[0] == 1 else s) for s in shapes)
@@ -42,9 +52,13 @@ def describe_layers(model: nn.Module, plan: Plan, curvature: ModelCurvature) -> 
     return f"{_table(rows)}\ntotal curvature memory: {format_bytes(total)}"
 
 
-def layer_memory(curvature: LayerCurvature) -> tuple[int, int]:
-    """Return the bytes of a layer's running averages, and of its inverse."""
-    inverse = curvature.inverse_shapes(curvature.inverse_widths()).values()
+def layer_memory(curvature: LayerCurvature, columns: Columns | None = None) -> tuple[int, int]:
+    """Return the bytes of a layer's running averages, and of its inverse.
+
+    Args:
+        columns: the limits of an inverse that is not known yet; by default those in force.
+    """
+    inverse = curvature.inverse_shapes(curvature.inverse_widths(columns)).values()
     itemsize = curvature.layer.dtype.itemsize
     running = sum(map(prod, curvature.running_shapes()))
     return running * itemsize, sum(map(prod, inverse)) * itemsize

@@ -4,12 +4,12 @@ from torch import Tensor
 
 from kfc.curvature.damping import Damping
 from kfc.curvature.factor import reciprocal_or_zero
-from kfc.curvature.folding import Shape
 from kfc.curvature.gradients import SquaredGradients
 from kfc.curvature.kronecker import Bases, Inverse
 from kfc.curvature.layer import LayerCurvature
 from kfc.curvature.statistics import LayerStatistics
 from kfc.layers import MatrixLayer
+from kfc.moments.folding import Shape
 
 
 class DiagonalInverse(Inverse):

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from kfc.curvature.factor import scale_first_row
-from kfc.curvature.folding import Shape
 from kfc.curvature.gradients import SquaredGradients
 from kfc.curvature.kfc import FactorStatistics, KroneckerCurvature
 from kfc.curvature.kronecker import EigenInverse, Inverse
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.layers import MatrixLayer
+from kfc.moments.folding import Shape
 
 
 class EKFACCurvature(KroneckerCurvature):

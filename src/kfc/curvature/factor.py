@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kfc.curvature.folding import diagonal_of_folded, is_folded
+from kfc.moments.folding import diagonal_of_folded, is_folded, width
 
 
 def is_diagonal(factor: Tensor) -> bool:
@@ -23,8 +23,8 @@ def trace(factor: Tensor) -> Tensor:
 
 
 def mean_eigenvalue(factor: Tensor) -> Tensor:
-    """Return the mean eigenvalue of each group's factor, (groups,)."""
-    return trace(factor) / factor.shape[-1]
+    """Return the mean eigenvalue of each group's factor, (groups,); the factor may be folded."""
+    return trace(factor) / width(factor)
 
 
 def add_to_diagonal(factor: Tensor, amount: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from kfc.curvature.damping import Damping
 from kfc.curvature.factor import trace
-from kfc.curvature.folding import Shape, kept_shape, to_keep, whole
 from kfc.curvature.kronecker import (
     Accuracy,
     FactoredInverse,
@@ -16,17 +15,18 @@ from kfc.curvature.kronecker import (
     KroneckerInverse,
     factor_balance,
 )
-from kfc.curvature.layer import LayerCurvature
-from kfc.curvature.low_rank import NARROWEST, widest
+from kfc.curvature.layer import Columns, LayerCurvature
+from kfc.curvature.low_rank import NARROWEST, default_columns
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.layers import MatrixLayer
+from kfc.moments.folding import Shape, kept_shape, to_keep, whole
 from kfc.moments.patches import row_moment
 
 
 class KroneckerCurvature(LayerCurvature):
     """Ω ⊗ Γ, with Ω of the patches and Γ of the derivatives (eqn 32) as running averages.
 
-    Wide factors are kept folded (``kfc.curvature.folding``), and those wider than
+    Wide factors are kept folded (``kfc.moments.folding``), and those wider than
     ``max_factor_size`` as their diagonals.
     """
 
@@ -45,6 +45,7 @@ class KroneckerCurvature(LayerCurvature):
         self.inverse_class = inverse
         self.max_factor_size = max_factor_size
         self.inverse_error = inverse_error
+        self._columns: Columns | None = None
 
     # Statistics
 
@@ -55,11 +56,13 @@ class KroneckerCurvature(LayerCurvature):
         return tuple(map(kept_shape, self.factor_shapes()))
 
     def factors_of(self, running: tuple[Tensor, ...]) -> Factors:
-        """Return Ω and Γ from the running averages."""
-        return Factors(*map(whole, running))
+        """Return Ω and Γ from the running averages; they may be folded."""
+        return Factors(*running)
 
     def factors(self) -> Factors | None:
-        return None if self.state.running is None else self.factors_of(self.state.running)
+        if self.state.running is None:
+            return None
+        return Factors(*map(whole, self.factors_of(self.state.running)))
 
     def are_wide(self) -> tuple[bool, bool]:
         """Return whether Ω and Γ are kept as diagonals because they are wide."""
@@ -79,19 +82,35 @@ class KroneckerCurvature(LayerCurvature):
     def invert(
         self, running: tuple[Tensor, ...], damping: Damping, previous: Inverse | None = None
     ) -> Inverse:
-        factors, accuracy = self.factors_of(running), Accuracy(self.inverse_error, previous)
+        factors = self.factors_of(running)
+        accuracy = Accuracy(self.inverse_error, self._largest_columns(), previous)
         return self.inverse_class.of(factors, damping.weight, damping.bias_ratio, accuracy)
 
     def has_variable_inverse(self) -> bool:
-        is_wide = any(len(s) == 3 and s[-1] >= NARROWEST for s in self.factor_shapes())
+        is_wide = max(self.factor_widths()) >= NARROWEST
         can_be_cheap = issubclass(self.inverse_class, FactoredInverse)
         return is_wide and can_be_cheap and self.inverse_error is not None
 
-    def expected_widths(self) -> tuple[int, ...]:
+    def limit_columns(self, columns: Columns) -> None:
+        self._columns = columns
+
+    def _largest_columns(self) -> Columns:
+        if self._columns is not None:
+            return self._columns
+        first, second = map(default_columns, self.factor_widths())
+        return first, second
+
+    def expected_widths(self, columns: Columns | None) -> tuple[int, ...]:
         if not self.has_variable_inverse():
             return ()
-        sizes = [shape[-1] if len(shape) == 3 else 0 for shape in self.factor_shapes()]
-        return tuple(widest(n) if n >= NARROWEST else n for n in sizes)
+        limits = self._largest_columns() if columns is None else columns
+        widths = zip(self.factor_widths(), limits, strict=True)
+        return tuple(1 + most if most else size for size, most in widths)
+
+    def factor_widths(self) -> tuple[int, int]:
+        """Return the widths of Ω and Γ; 0 for diagonals."""
+        first, second = (s[-1] if len(s) == 3 else 0 for s in self.factor_shapes())
+        return first, second
 
     def inverse_shapes(self, widths: tuple[int, ...] = ()) -> dict[str, Shape]:
         return self.inverse_class.shapes(*self.factor_shapes(), widths)
@@ -108,8 +127,8 @@ class KroneckerCurvature(LayerCurvature):
         return wide and f"{wide} factor wider than {self.max_factor_size}: diagonal only"
 
     def summary(self) -> dict[str, Any]:
-        factors = self.factors()
-        assert factors is not None
+        assert self.state.running is not None
+        factors = self.factors_of(self.state.running)
         names = ("pi", "activation_trace", "derivative_trace")
         values = (factor_balance(factors), *map(trace, factors))
         return {
@@ -135,7 +154,7 @@ class FactorStatistics(LayerStatistics):
 
     def backward(self, kept: list[tuple[Any, ...]], derivatives: Tensor, examples: int) -> None:
         rows = self.layer.derivative_rows(derivatives.detach().to(self.layer.dtype))
-        moment = row_moment(rows, homogeneous=False, diagonal=self.wide_derivative)
+        moment = row_moment(rows, homogeneous=False, diagonal=self.wide_derivative, fold=True)
         self.derivative = moment if self.derivative is None else self.derivative.add_(moment)
         if kept:
             new = kept.pop()
@@ -162,7 +181,10 @@ class FactorStatistics(LayerStatistics):
 def activation_sum(
     layer: MatrixLayer, inputs: Tensor, outputs: Tensor, *, diagonal: bool
 ) -> Tensor:
-    """Return the part of Ω of one call: Σ rowᵀ row, (groups, n, n), or only its diagonal."""
+    """Return the part of Ω of one call: Σ rowᵀ row, (groups, n, n), or only its diagonal.
+
+    It may be folded.
+    """
     trained = layer.trained()
     if "weight" not in trained:
         # The row of every location is the leading 1.

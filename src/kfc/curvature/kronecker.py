@@ -29,15 +29,18 @@ from kfc.curvature.factor import (
     scale_first,
     scale_first_row,
 )
-from kfc.curvature.folding import Shape
-from kfc.curvature.low_rank import NARROWEST, widest
+from kfc.curvature.low_rank import NARROWEST, floor_of, most_columns
+from kfc.moments.folding import Shape, whole, width
 
 # Factors up to this width have explicit inverses, which products apply faster than solves do.
-SMALL = 512
+SMALL = 1100
 
 
 class Factors(NamedTuple):
-    """Ω and Γ of one layer, batched over groups; either may be a diagonal, (groups, size)."""
+    """Ω and Γ of one layer, batched over groups.
+
+    Either may be a diagonal, (groups, size). Inverses take folded ones too.
+    """
 
     activation: Tensor
     derivative: Tensor
@@ -137,10 +140,12 @@ class Accuracy(NamedTuple):
     Attributes:
         tolerance: the allowed error of each factor's inverse, if a cheaper one exists; ``None``:
             exact.
+        columns: the largest ranks of the inverses of Ω and Γ; 0 for an exact inverse.
         previous: an earlier inverse of the block, which may help to find the next one.
     """
 
     tolerance: float | None = None
+    columns: tuple[int, int] = (0, 0)
     previous: Inverse | None = None
 
 
@@ -190,7 +195,11 @@ class FactoredInverse(KroneckerInverse):
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
         self.activation, self.derivative = (
-            DampedInverse(tensors[name], Form(int(form)))
+            DampedInverse(
+                tensors[name],
+                Form(form),
+                floor_of(tensors[name]) if form == Form.LOW_RANK else None,
+            )
             for name, form in zip(Factors._fields, tensors["forms"].tolist(), strict=True)
         )
 
@@ -199,16 +208,16 @@ class FactoredInverse(KroneckerInverse):
         cls, factors: Factors, damping: float, bias_ratio: float = 1.0, accuracy: Accuracy = EXACT
     ) -> Self:
         if bias_ratio != 1:
-            scaled = scale_first(factors.activation, bias_ratio**-0.5)
+            scaled = scale_first(whole(factors.activation), bias_ratio**-0.5)
             factors = factors._replace(activation=scaled)
-        tolerance, previous = accuracy
-        starts = None
+        tolerance, columns, previous = accuracy
+        starts: tuple[DampedInverse | None, ...] = None, None
         if isinstance(previous, FactoredInverse):
             starts = previous.activation, previous.derivative
         shifts = damping_shifts(factors, damping)
-        inverses = invert_shifted(factors, shifts, tolerance, starts)
+        inverses = invert_shifted(factors, shifts, tolerance, columns, starts)
         # The explicit inverse takes ⅔ n³ more multiply-adds, and each product n² per vector.
-        sizes = [factor.shape[-1] for factor in factors]
+        sizes = [width(factor) for factor in factors]
         explicit = [n <= max(m, SMALL) for n, m in zip(sizes, reversed(sizes), strict=True)]
         inverses = [i.explicit() if e else i for i, e in zip(inverses, explicit, strict=True)]
         if bias_ratio != 1:
@@ -224,11 +233,15 @@ class FactoredInverse(KroneckerInverse):
     def shapes(
         cls, activation: Shape, derivative: Shape, widths: tuple[int, ...] = ()
     ) -> dict[str, Shape]:
-        whole = dict(zip(Factors._fields, (activation, derivative), strict=True))
-        for (name, shape), width in zip(whole.items(), widths, strict=False):
-            if len(shape) == 3 and shape[-1] >= NARROWEST and width <= widest(shape[-1]):
-                whole[name] = (*shape[:-1], width)
-        return {**whole, "forms": (2,)}
+        exact = dict(zip(Factors._fields, (activation, derivative), strict=True))
+        for (name, shape), columns in zip(exact.items(), widths, strict=False):
+            if (
+                len(shape) == 3
+                and shape[-1] >= NARROWEST
+                and columns <= 1 + most_columns(shape[-1])
+            ):
+                exact[name] = (*shape[:-1], columns)
+        return {**exact, "forms": (2,)}
 
     def apply(self, gradient: Tensor) -> Tensor:
         return self.derivative.times_(self.activation.after(gradient))
@@ -253,6 +266,7 @@ class EigenInverse(KroneckerInverse):
         cls, factors: Factors, damping: float, bias_ratio: float = 1.0, accuracy: Accuracy = EXACT
     ) -> Self:
         """Return the inverse, which is always exact."""
+        factors = Factors(*map(whole, factors))
         # A diagonal Ω needs no scale: the damping of each of its coordinates is added as it is.
         scales = bias_ratio != 1 and not is_diagonal(factors.activation)
         if scales:
@@ -277,8 +291,8 @@ class EigenInverse(KroneckerInverse):
         eigenvalues = (activation[0], derivative[-1], activation[-1])
         # A diagonal has no basis.
         bases = {"activation_basis": activation, "derivative_basis": derivative}
-        whole = {name: shape for name, shape in bases.items() if len(shape) == 3}
-        return {"eigenvalues": eigenvalues, "damping": (), "bias_ratio": (), **whole}
+        kept = {name: shape for name, shape in bases.items() if len(shape) == 3}
+        return {"eigenvalues": eigenvalues, "damping": (), "bias_ratio": (), **kept}
 
     def apply(self, gradient: Tensor) -> Tensor:
         eigenvalues, damping = self.tensors["eigenvalues"], self.tensors["damping"]

@@ -10,10 +10,13 @@ from torch import Tensor
 from kfc._helpers import require_keys
 from kfc.curvature.damping import UNKNOWN, Damping
 from kfc.curvature.factor import diagonal
-from kfc.curvature.folding import Shape
 from kfc.curvature.kronecker import Factors, Inverse
 from kfc.curvature.statistics import LayerStatistics, MomentLayout
 from kfc.layers import Layer
+from kfc.moments.folding import Shape
+
+# The largest ranks of the inverses of Ω and Γ; 0 for an exact inverse.
+Columns = tuple[int, int]
 
 
 class LayerState(NamedTuple):
@@ -103,12 +106,21 @@ class LayerCurvature(ABC):
         """Return whether the inverse determines the shapes of its tensors: two widths."""
         return False
 
-    def inverse_widths(self) -> tuple[int, ...]:
-        """Return what ``widths_of()`` returns for the inverse in use, or for the expected one."""
-        inverse = self.state.inverse
-        return self.expected_widths() if inverse is None else inverse.widths_of(inverse.tensors)
+    def limit_columns(self, columns: Columns) -> None:  # noqa: B027 - nothing by default
+        """Limit the ranks of the inverses of factors; 0 for an exact inverse."""
 
-    def expected_widths(self) -> tuple[int, ...]:
+    def inverse_widths(self, columns: Columns | None = None) -> tuple[int, ...]:
+        """Return what ``widths_of()`` returns for the inverse in use, or for the expected one.
+
+        Args:
+            columns: the limits of the expected one; by default those in force.
+        """
+        inverse = self.state.inverse
+        if inverse is None:
+            return self.expected_widths(columns)
+        return inverse.widths_of(inverse.tensors)
+
+    def expected_widths(self, columns: Columns | None) -> tuple[int, ...]:
         """Return what ``widths_of()`` is expected to return; empty if there is only one shape."""
         return ()
 

@@ -26,12 +26,15 @@ import torch
 from torch import Tensor
 
 from kfc.curvature.factor import eigendecompose, trace
+from kfc.moments.folding import times, width
 
 # Narrower factors have an exact inverse.
 NARROWEST = 256
+# Without a limit on costs, factors narrower than this have one too.
+NARROWEST_BY_DEFAULT = 1100
 # The largest r is n / 8 up to 128, and n / 32 for wider factors.
 LARGEST_SHARE, LARGEST_OF_WIDE, FIRST_LIMIT = 8, 32, 128
-# If the error is larger with the largest r, an exact inverse is used.
+# If the error is larger with the largest r, an exact inverse is used, unless costs limit r.
 LARGEST_ERROR = 0.5
 # The error is known only if the damping is at least this part of the mean of the eigenvalues that
 # were not found; otherwise their distribution would matter too.
@@ -43,9 +46,14 @@ PROBES = 8
 MARGIN = 0.8
 
 
-def widest(size: int) -> int:
-    """Return the largest number of columns of an inverse of low rank."""
-    return 1 + max(min(FIRST_LIMIT, size // LARGEST_SHARE), size // LARGEST_OF_WIDE)
+def most_columns(size: int) -> int:
+    """Return the largest r of a factor of this width."""
+    return max(min(FIRST_LIMIT, size // LARGEST_SHARE), size // LARGEST_OF_WIDE)
+
+
+def default_columns(size: int) -> int:
+    """Return the largest r if costs are not limited; 0: the inverse is exact."""
+    return most_columns(size) if size >= NARROWEST_BY_DEFAULT else 0
 
 
 class Spectrum(NamedTuple):
@@ -96,75 +104,88 @@ def sums_after(values: Tensor) -> Tensor:
 
 
 def low_rank_inverse(
-    factor: Tensor, shift: Tensor, tolerance: float, start: Tensor | None = None
+    factor: Tensor, shift: Tensor, tolerance: float, most: int, start: Tensor | None = None
 ) -> Tensor | None:
     """Return (A_r + s I)⁻¹ as (f, P), with the smallest r whose error is within the tolerance.
 
-    r is limited by ``widest()``; then the error may be larger.
-
     Args:
-        factor: A, (groups, n, n).
+        factor: A, (groups, n, n), which may be folded.
         shift: s, (groups,).
+        most: the largest r, for which the error may exceed the tolerance.
         start: (f, P) of an earlier refresh.
 
     Returns:
-        f and P as columns, (groups, n, 1 + r); ``None`` if the error exceeds LARGEST_ERROR.
+        f and P as columns, (groups, n, 1 + r); ``None`` if the error exceeds LARGEST_ERROR and r is
+        not limited further than by ``most_columns()``.
     """
-    size = factor.shape[-1]
-    most = widest(size) - 1
+    size = width(factor)
     generator = torch.Generator().manual_seed(size)
-    columns = None if start is None else start[..., 1:].to(factor)
-    width = most
+    columns = None if start is None else start[..., 1 : 1 + most].to(factor)
+    count = most
     if columns is not None:
         known = columns.shape[-1]
-        width = min(most, known + max(FEWEST_NEW, round(known * NEW_SHARE)))
+        count = min(most, known + max(FEWEST_NEW, round(known * NEW_SHARE)))
     while True:
         # Random columns alone need a second product to come close to the leading eigenvectors.
         passes = 2 if columns is None else 1
-        columns = _widened(columns, factor, width, generator)
+        columns = _widened(columns, factor, count, generator)
         for _ in range(passes):
-            columns = torch.linalg.qr(factor @ columns).Q
+            columns = torch.linalg.qr(times(factor, columns)).Q
         found = _spectrum(factor, columns, generator)
         levels, errors = found.levels_and_errors(shift)
         errors = errors.amax(0)
-        if errors[-1] <= tolerance or width == most:
+        if errors[-1] <= tolerance or count == most:
             break
-        width, columns = most, found.vectors
+        count, columns = most, found.vectors
     others = found.outside[:, 0] / (size - columns.shape[-1])
-    if not (errors[-1] <= LARGEST_ERROR and (shift >= LEAST_DAMPING * others).all()):
+    is_accurate = errors[-1] <= LARGEST_ERROR and (shift >= LEAST_DAMPING * others).all()
+    if most >= most_columns(size) and not is_accurate:
         return None
     rank = min(len(errors), 1 + int((errors > MARGIN * tolerance).sum()))
     return _inverse(found, shift, levels[:, rank - 1 : rank], rank)
 
 
-def times_(inverse: Tensor, right: Tensor) -> Tensor:
-    """Return (f I - P Pᵀ) V from (f, P), for V (groups, n, k), in the memory of V."""
+def floor_of(inverse: Tensor) -> float | None:
+    """Return f of (f, P) if it is the same in all rows and groups; waits for the device."""
+    low, high = inverse[..., 0].aminmax()
+    return low.item() if low == high else None
+
+
+def times_(inverse: Tensor, right: Tensor, floor: float | None = None) -> Tensor:
+    """Return (f I - P Pᵀ) V from (f, P), for V (groups, n, k), in the memory of V.
+
+    Args:
+        floor: f, if it is known to be the same everywhere, which saves a pass over V.
+    """
     columns = inverse[..., 1:]
     product = columns.mT @ right
+    if floor is not None:
+        return right.baddbmm_(columns, product, beta=floor, alpha=-1)
     return right.mul_(inverse[..., :1]).baddbmm_(columns, product, alpha=-1)
 
 
-def after(left: Tensor, inverse: Tensor) -> Tensor:
-    """Return V (f I - P Pᵀ) from (f, P), for V (groups, k, n)."""
+def after(left: Tensor, inverse: Tensor, floor: float | None = None) -> Tensor:
+    """Return V (f I - P Pᵀ) from (f, P), for V (groups, k, n); ``floor`` as in ``times_()``."""
     columns = inverse[..., 1:]
+    if floor is not None:
+        return torch.baddbmm(left, left @ columns, columns.mT, beta=floor, alpha=-1)
     return (left * inverse[..., :1].mT).baddbmm_(left @ columns, columns.mT, alpha=-1)
 
 
 def _widened(
-    columns: Tensor | None, factor: Tensor, width: int, generator: torch.Generator
+    columns: Tensor | None, factor: Tensor, count: int, generator: torch.Generator
 ) -> Tensor:
-    """Return the columns with random ones added to them, (groups, n, width)."""
+    """Return the columns with random ones added to them, (groups, n, count)."""
     known = 0 if columns is None else columns.shape[-1]
-    shape = (*factor.shape[:-1], max(0, width - known))
+    shape = (len(factor), width(factor), max(0, count - known))
     new = torch.randn(shape, generator=generator, dtype=torch.float32).to(factor)
     return new if columns is None else torch.cat([columns, new], dim=-1)
 
 
 def _spectrum(factor: Tensor, columns: Tensor, generator: torch.Generator) -> Spectrum:
     """Return the eigenpairs of A restricted to the span of orthonormal columns (groups, n, q)."""
-    noise = torch.randn(*factor.shape[:-1], PROBES, generator=generator, dtype=torch.float32)
-    noise = noise.to(factor)
-    product, of_noise = (factor @ torch.cat([columns, noise], dim=-1)).split(
+    noise = _widened(None, factor, PROBES, generator)
+    product, of_noise = times(factor, torch.cat([columns, noise], dim=-1)).split(
         [columns.shape[-1], PROBES], dim=-1
     )
     values, basis = eigendecompose(columns.mT @ product)
@@ -177,7 +198,7 @@ def _spectrum(factor: Tensor, columns: Tensor, generator: torch.Generator) -> Sp
         return probes - vectors @ (vectors.mT @ probes)
 
     once = outside(of_noise - images @ (vectors.mT @ noise))  # B times the noise
-    twice = outside(factor @ once)
+    twice = outside(times(factor, once))
     first = trace(factor) - values.sum(-1)
     moments = [(one * other).sum((-2, -1)) / PROBES for one, other in ((once, once), (once, twice))]
     traces = torch.stack([first, *moments], dim=-1).clamp_min(0)

@@ -12,7 +12,7 @@ from kfc._helpers import inner_product, raise_differences, require_choice, requi
 from kfc.curvature.damping import Damping
 from kfc.curvature.factor import trace
 from kfc.curvature.kronecker import INVERSES, Inverse
-from kfc.curvature.layer import Block, LayerCurvature, LayerState
+from kfc.curvature.layer import Block, Columns, LayerCurvature, LayerState
 from kfc.curvature.options import Approximation
 from kfc.curvature.statistics import BatchStatistics
 from kfc.curvature.whitening import WhiteningCurvature
@@ -163,6 +163,11 @@ class ModelCurvature:
         for name, inverse in self._reducer.distribute(current, own).items():
             self.layers[name].adopt_inverse(inverse, blocks[name].damping)
 
+    def limit_columns(self, columns: Mapping[str, Columns]) -> None:
+        """Limit the ranks of the inverses of the named layers' factors; 0 for an exact inverse."""
+        for name, own in columns.items():
+            self.layers[name].limit_columns(own)
+
     def redamped(self, damping: float) -> dict[str, LayerState]:
         """Return the states of all layers with inverses for another damping of all parameters.
 
@@ -305,6 +310,15 @@ class ModelCurvature:
 
 def _laid_out(values: Tensor, like: Tensor) -> Tensor:
     """Return values with the dtype and strides of another tensor of their shape."""
-    if values.dtype == like.dtype and values.stride() == like.stride():
-        return values
-    return torch.empty_like(like).copy_(values)
+    if values.dtype != like.dtype or _strides(values) != _strides(like):
+        return torch.empty_like(like).copy_(values)
+    return values if values.stride() == like.stride() else values.as_strided_(*_layout(like))
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """Return the strides of the dimensions that matter."""
+    return [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
+
+
+def _layout(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    return tensor.shape, tensor.stride()

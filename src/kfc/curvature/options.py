@@ -21,7 +21,7 @@ FisherKind = Literal["sampled", "exact", "empirical"]
 InverseKind = Literal["factored", "eigen"]
 Decay = float | Literal["averaging"]
 
-INVERSE_ERROR = 0.1
+INVERSE_ERROR = 0.05
 #: The word for ξ = exp(-1/τ), with τ the timescale of the averaged parameters (Algorithm 1).
 AVERAGING: Literal["averaging"] = "averaging"
 
@@ -118,10 +118,11 @@ class Kronecker(FactorApproximation):
             for every Ω of width n. One process uses batches of less than 64 examples as a whole.
         inverse: ``"factored"`` damps each factor (Cholesky decompositions); ``"eigen"`` adds the
             damping to the products of eigenvalues exactly.
-        inverse_error: the error of the ``"factored"`` inverse of a factor of width n >= 256,
-            relative to the natural gradient. It is inverted from its leading eigenpairs, as many as
-            needed but at most n / 8 up to 128, or n / 32 if that is more. This is faster and takes
-            less memory. ``None``: exact.
+        inverse_error: the error of ``"factored"`` inverses of wide factors, relative to the natural
+            gradient. They are found from leading eigenpairs, as many as needed but at most n / 8 up
+            to 128, or n / 32 if that is more. Which factors are wide follows from the schedule's
+            ``overhead``, which may also limit the eigenpairs further; without it, n >= 1100.
+            ``None``: all inverses are exact.
         max_factor_size: wider factors keep their diagonal only.
     """
 

@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from kfc.curvature.folding import Shape
 from kfc.curvature.kronecker import Factors, Inverse
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.curvature.sua import PixelStatistics, SUACurvature
+from kfc.moments.folding import Shape
 
 
 class PRONGCurvature(SUACurvature):

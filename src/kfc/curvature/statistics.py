@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kfc.curvature.factor import trace
-from kfc.curvature.folding import Shape
+from kfc.moments.folding import Shape
 
 
 class Moment(NamedTuple):

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfc.curvature.folding import Shape, kept_shape, to_keep, whole
 from kfc.curvature.kfc import FactorStatistics, KroneckerCurvature
 from kfc.curvature.kronecker import Factors, Inverse
 from kfc.curvature.statistics import LayerStatistics, Moment
+from kfc.moments.folding import Shape, kept_shape, whole
 from kfc.moments.patches import row_moment
 from kfc.moments.stationary import uncorrelated_factor
 
@@ -38,7 +38,7 @@ class SUACurvature(KroneckerCurvature):
 
     def factors_of(self, running: tuple[Tensor, ...]) -> Factors:
         pixel, counts, derivative = running
-        return Factors(expanded_factor(whole(pixel), counts, self.layer.offsets), whole(derivative))
+        return Factors(expanded_factor(whole(pixel), counts, self.layer.offsets), derivative)
 
 
 def expanded_factor(pixel: Tensor, counts: Tensor, offsets: int) -> Tensor:
@@ -77,8 +77,8 @@ class PixelStatistics(FactorStatistics):
             rows, counts = rows[:, :, :0], counts[:1, :1]
         elif "bias" not in self.trained:
             counts = counts[1:, 1:]
-        moment = row_moment(rows, homogeneous=True, diagonal=self.wide_activation)
-        return to_keep(moment), rows.shape[1], counts
+        moment = row_moment(rows, homogeneous=True, diagonal=self.wide_activation, fold=True)
+        return moment, rows.shape[1], counts
 
     def activation_moments(self, examples: int) -> tuple[Moment, ...]:
         moment, pixels, counts = self.activation

@@ -28,12 +28,12 @@ from kfc.curvature.factor import (
     is_diagonal,
     trace,
 )
-from kfc.curvature.folding import Shape
 from kfc.curvature.kfc import activation_sum
 from kfc.curvature.kronecker import Inverse
 from kfc.curvature.layer import LayerCurvature
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.layers import MatrixLayer
+from kfc.moments.folding import Shape, whole
 
 
 class WhiteningRoot(Inverse):
@@ -226,7 +226,7 @@ class _ActivationStatistics(LayerStatistics):
             has_bias = "bias" in self.layer.trained_roles()
             moment = self.layer.block_moment(source, self.blocks, homogeneous=has_bias)
         else:
-            moment = activation_sum(self.layer, inputs, outputs, diagonal=not self.blocks)
+            moment = whole(activation_sum(self.layer, inputs, outputs, diagonal=not self.blocks))
         self.total = moment if self.total is None else self.total + moment
 
     def backward(self, kept: None, derivatives: Tensor, examples: int) -> None:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from kfc._helpers import widest
-from kfc.curvature.folding import is_symmetric
 from kfc.curvature.statistics import BatchStatistics, Moment, MomentLayout
 from kfc.distributed.packing import Packing
 from kfc.distributed.ranks import Ranks
+from kfc.moments.folding import is_symmetric
 
 
 class Exchange:

@@ -6,11 +6,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kfc.curvature.folding import is_symmetric
 from kfc.curvature.kronecker import Inverse
-from kfc.curvature.layer import LayerCurvature
+from kfc.curvature.layer import Columns, LayerCurvature
 from kfc.distributed.packing import Packing
 from kfc.distributed.placement import LayerSize
+from kfc.moments.folding import is_symmetric
 
 
 class RemoteInverse(Inverse):
@@ -74,12 +74,17 @@ def _numbers(packings: Mapping[str, Packing]) -> int:
     return sum(packing.numbers for packing in packings.values())
 
 
-def layer_size(curvature: LayerCurvature) -> LayerSize:
-    """Return the cost of a layer's inverse, for the parameters trained now."""
+def layer_size(curvature: LayerCurvature, columns: Columns | None = None) -> LayerSize:
+    """Return the cost of a layer's inverse, for the parameters trained now.
+
+    Args:
+        columns: the limits of an inverse that is not known yet; by default those in force.
+    """
+    widths = curvature.inverse_widths(columns)
     # Eigenvalues may look like a square matrix, but cost nothing beside the bases.
     shapes = {
         name: shape
-        for name, shape in curvature.inverse_shapes(curvature.inverse_widths()).items()
+        for name, shape in curvature.inverse_shapes(widths).items()
         if len(shape) == 3 and name != "eigenvalues"
     }
     # In units of n³: an eigendecomposition with its vectors, or a Cholesky decomposition.
@@ -92,7 +97,7 @@ def layer_size(curvature: LayerCurvature) -> LayerSize:
     return LayerSize(
         # Never zero, so that cheap inverses are distributed evenly too.
         max(1.0, operations),
-        bytes_each * _numbers(_packings(curvature, curvature.inverse_widths())),
+        bytes_each * _numbers(_packings(curvature, widths)),
         bytes_each * sum(parameter.numel() for parameter in curvature.layer.trained().values()),
         can_be_kept=not curvature.measured_shapes(),
     )

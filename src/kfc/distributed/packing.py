@@ -5,8 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kfc.curvature.folding import fold, folded_shape, unfold
-
 
 class Packing(NamedTuple):
     """How a tensor is sent.
@@ -29,12 +27,18 @@ class Packing(NamedTuple):
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Return a tensor as the vector that is sent."""
-        return (fold(tensor) if self.symmetric else tensor).flatten()
+        return (tensor[:, *self._triangle(tensor.device)] if self.symmetric else tensor).flatten()
 
     def unpack(self, numbers: Tensor) -> Tensor:
         """Invert ``pack()``."""
         if not self.symmetric:
             # A copy, because a view would keep the whole message alive.
             return numbers.reshape(self.shape).clone()
-        groups, size, _ = self.shape
-        return unfold(numbers.reshape(groups, *folded_shape(size)))
+        matrices, (rows, columns) = numbers.new_empty(self.shape), self._triangle(numbers.device)
+        matrices[:, rows, columns] = matrices[:, columns, rows] = numbers.reshape(len(matrices), -1)
+        return matrices
+
+    def _triangle(self, device: torch.device) -> Tensor:
+        """Return the rows and columns of the entries on and below the diagonal, (2, numbers)."""
+        size = self.shape[-1]
+        return torch.tril_indices(size, size, device=device)

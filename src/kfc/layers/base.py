@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kfc.moments.folding import whole
 from kfc.moments.patches import row_moment
 
 
@@ -85,6 +86,7 @@ class MatrixLayer(Layer):
     def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
         """Return Σ rowᵀ row, (groups, n, n), or only its ``diagonal``, (groups, n), over all rows.
 
+        A wide moment may be folded, see ``kfc.moments.folding``.
         The source is what ``row_source()`` returns; rows start with a 1 if ``homogeneous``.
         ``kfc.moments.patches.row_moment`` has both options.
         """
@@ -99,10 +101,10 @@ class MatrixLayer(Layer):
         Args:
             blocks: B, a divisor of J.
         """
-        whole = self.activation_moment(source, homogeneous=homogeneous, diagonal=False)
-        places = torch.arange(homogeneous, whole.shape[-1], device=whole.device).view(blocks, -1)
+        moment = whole(self.activation_moment(source, homogeneous=homogeneous, diagonal=False))
+        places = torch.arange(homogeneous, moment.shape[-1], device=moment.device).view(blocks, -1)
         places = F.pad(places, (int(homogeneous), 0))  # the leading 1 has place 0
-        return whole[:, places.unsqueeze(-1), places.unsqueeze(-2)].flatten(0, 1)
+        return moment[:, places.unsqueeze(-1), places.unsqueeze(-2)].flatten(0, 1)
 
     def activation_rows(self, source: Tensor) -> Tensor:
         """Return the rows, (groups, rows, J|D|), one per output location.
@@ -198,7 +200,7 @@ class LinearLayer(MatrixLayer):
 
     def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
         rows = self.activation_rows(source)
-        return row_moment(rows, homogeneous=homogeneous, diagonal=diagonal)
+        return row_moment(rows, homogeneous=homogeneous, diagonal=diagonal, fold=True)
 
     def block_moment(self, source: Tensor, blocks: int, *, homogeneous: bool) -> Tensor:
         rows = self.activation_rows(source).unflatten(2, (blocks, -1)).transpose(1, 2)

@@ -48,7 +48,8 @@ class ConvolutionLayer(MatrixLayer):
         return self.with_batch(values)
 
     def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
-        return window_moment(source, self.window(), homogeneous=homogeneous, diagonal=diagonal)
+        window = self.window()
+        return window_moment(source, window, homogeneous=homogeneous, diagonal=diagonal, fold=True)
 
     def block_moment(self, source: Tensor, blocks: int, *, homogeneous: bool) -> Tensor:
         window = self.window()

@@ -24,6 +24,7 @@ from kfc.moments.correlation import (
     phases_to_channels,
     places_in_phases,
 )
+from kfc.moments.folding import NARROWEST, folded_gram, to_keep
 from kfc.moments.spectral import PASS, gram
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
@@ -177,11 +178,16 @@ def second_moment(
     return total[0] if groups == 1 else total
 
 
-def window_moment(inputs: Tensor, window: Window, *, homogeneous: bool, diagonal: bool) -> Tensor:
+def window_moment(
+    inputs: Tensor, window: Window, *, homogeneous: bool, diagonal: bool, fold: bool = False
+) -> Tensor:
     """Return Σ patchᵀ patch over examples and locations, or only its diagonal.
 
     Uses the cheaper way, counted in multiply-adds: patches, a few examples at a time, or the
     autocorrelations of the maps.
+
+    Args:
+        fold: return a wide moment folded, see ``kfc.moments.folding``.
 
     Returns:
         (groups, n, n), or (groups, n) if ``diagonal``.
@@ -191,12 +197,13 @@ def window_moment(inputs: Tensor, window: Window, *, homogeneous: bool, diagonal
         moment, accurate = moment_by_correlation(inputs, window)
         if accurate:
             total = _with_first_moment(moment, inputs, window) if homogeneous else moment
-            return window.in_kernel_order(total, [1, 2])
-    chunks = patch_chunks(inputs, window)
-    total = row_moment(next(chunks), homogeneous=homogeneous, diagonal=diagonal)
+            whole = window.in_kernel_order(total, [1, 2])
+            return to_keep(whole) if fold else whole
+    chunks = (window.in_kernel_order(rows, [2]) for rows in patch_chunks(inputs, window))
+    total = row_moment(next(chunks), homogeneous=homogeneous, diagonal=diagonal, fold=fold)
     for rows in chunks:
-        total += row_moment(rows, homogeneous=homogeneous, diagonal=diagonal)
-    return window.in_kernel_order(total, range(1, total.dim()))
+        total += row_moment(rows, homogeneous=homogeneous, diagonal=diagonal, fold=fold)
+    return total
 
 
 def correlation_pays(inputs: Tensor, window: Window) -> bool:
@@ -246,9 +253,15 @@ def _sum_over_examples(inputs: Tensor) -> Tensor:
     return (ones @ inputs.flatten(1)).reshape(1, *inputs.shape[1:])
 
 
-def row_moment(rows: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
-    """Return Σ rowᵀ row for rows (groups, R, n), each with a leading 1 if ``homogeneous``."""
+def row_moment(rows: Tensor, *, homogeneous: bool, diagonal: bool, fold: bool = False) -> Tensor:
+    """Return Σ rowᵀ row for rows (groups, R, n), each with a leading 1 if ``homogeneous``.
+
+    Args:
+        fold: return a wide moment folded, see ``kfc.moments.folding``.
+    """
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    if fold and not diagonal and rows.shape[-1] + homogeneous >= NARROWEST:
+        return folded_gram(F.pad(rows, (1, 0), value=1) if homogeneous else rows)
     moment = rows.square().sum(1) if diagonal else gram(rows)
     if not homogeneous:
         return moment

@@ -12,7 +12,7 @@ from kfc.curvature.description import describe_layers
 from kfc.curvature.kronecker import Factors
 from kfc.curvature.layer import LayerState
 from kfc.fisher.calls import SavedBuffers, accelerators_of, forked_random_state
-from kfc.optimizers.costs import counted_costs, expected_work
+from kfc.optimizers.costs import Costs, counted_costs, expected_work
 from kfc.optimizers.engine import Engine
 
 # Called with the number of batches done and, if known, their total number.
@@ -105,16 +105,23 @@ class CurvatureAccess:
             inputs: a batch, as a tensor, a tuple of arguments or a dict. The model runs on it once
                 to count the multiply-adds of such steps. Without it, those of past steps are shown.
         """
-        table = describe_layers(self.model, self.engine.plan, self.engine.curvature)
-        text = "\n".join([table, *self._notes(inputs)])
+        engine, expected, columns = self.engine, None, {}
+        if inputs is not None:
+            work = expected_work(engine, inputs)
+            columns = engine.allowance.columns_for(engine.curvature, work)
+            expected = counted_costs(engine.curvature, work, columns)
+        table = describe_layers(self.model, engine.plan, engine.curvature, columns)
+        text = "\n".join([table, *self._notes(expected)])
         print(text)
         return text
 
-    def _notes(self, inputs: Any) -> list[str]:
-        """Return what ``describe()`` says below its table."""
-        engine, expected = self.engine, None
-        if inputs is not None:
-            expected = counted_costs(engine.curvature, expected_work(engine, inputs))
+    def _notes(self, expected: Costs | None) -> list[str]:
+        """Return what ``describe()`` says below its table.
+
+        Args:
+            expected: the costs of a step, if they were counted.
+        """
+        engine = self.engine
         return [engine.allowance.describe(expected), engine.collector.losses.describe()]
 
     def close(self) -> None:

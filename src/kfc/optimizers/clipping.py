@@ -21,7 +21,7 @@ MARGIN = 2.0
 # The number of recent exact values that predictions use.
 MEMORY = 5
 # The largest number of steps between exact values.
-LONGEST_GAP = 16
+LONGEST_GAP = 32
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,24 @@ class NormClip:
         self._state = replace(self._learned(estimate.item(), exact), factor=factor)
         return factor
 
-    def guard(self, estimate: Tensor) -> float | Tensor:
-        """Return the factor of an update whose ν was not computed, as a tensor on its device."""
+    def guard(self, estimate: float | Tensor) -> float | Tensor:
+        """Return the factor of an update whose ν was not computed.
+
+        Args:
+            estimate: vᵀF̂v, a number or a scalar on the device; the factor is the same.
+        """
         state = replace(self._state, age=self._state.age + 1)
         if self.period is not None:
             self._state = replace(state, factor=1.0)
             return 1.0
+        ratio = MARGIN * max(state.ratios)
         # Rounding can make the estimate of a gradient without curvature negative.
-        largest = MARGIN * max(state.ratios) * estimate.clamp_min(0)
-        factor = (self.limit / largest).clamp(max=1).sqrt()
+        if not isinstance(estimate, Tensor):
+            expected = ratio * max(estimate, 0.0)
+            known = math.sqrt(self.limit / expected) if expected > self.limit else 1.0
+            self._state = replace(state, guards=state.guards + (known < 1), factor=known)
+            return known
+        factor = (self.limit / (ratio * estimate.clamp_min(0))).clamp(max=1).sqrt()
         guarded, before = (factor < 1).long(), state.guards
         before = moved(before, guarded.device) if isinstance(before, Tensor) else before
         self._state = replace(state, guards=guarded + before, factor=factor)

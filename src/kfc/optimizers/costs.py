@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kfc._helpers import require_keys, require_number
-from kfc.curvature.folding import unfolded_shape
-from kfc.curvature.layer import LayerCurvature
+from kfc._helpers import require_keys, require_number, require_whole
+from kfc.curvature.kfc import KroneckerCurvature
+from kfc.curvature.layer import Columns, LayerCurvature
+from kfc.curvature.low_rank import NARROWEST, most_columns
 from kfc.curvature.model import ModelCurvature
 from kfc.curvature.statistics import BatchStatistics
 from kfc.distributed.inverses import layer_size
@@ -24,6 +26,7 @@ from kfc.fisher.calls import (
     suspended,
 )
 from kfc.layers import MatrixLayer
+from kfc.moments.folding import unfolded_shape
 
 if TYPE_CHECKING:
     from kfc.optimizers.engine import Engine
@@ -32,14 +35,19 @@ logger = logging.getLogger("kfc")
 
 # Decompositions and Fourier transforms take longer than products with as many multiply-adds.
 HANDICAP = 2.0
-# The multiply-adds in the time that it takes to fold or unfold one entry of a wide factor.
-FOLDING = 150.0
+# The multiply-adds in the time that it takes to fold one entry of a wide factor.
+FOLDING = 20.0
 # Step t may spend 1 + EARLY / t times the overhead.
 EARLY = 4.0
 # The least share of the overhead that is left for refreshes, whatever natural gradients cost.
 LEAST_SHARE = 0.5
 # The largest amount that is saved for later steps, in forward and backward passes.
 MOST_SAVED = 5.0
+# The share of the overhead for exact inverses of wide factors, and the steps between refreshes that
+# it is counted for.
+EXACT_SHARE, EXACT_PERIOD = 0.25, 10
+# The fewest eigenpairs of an inverse of low rank, however little they may cost.
+FEWEST_COLUMNS = 8
 
 
 class Costs(NamedTuple):
@@ -122,18 +130,87 @@ def expected_work(engine: Engine, inputs: Any) -> dict[str, Work]:
     return work
 
 
-def counted_costs(curvature: ModelCurvature, work: Mapping[str, Work]) -> Costs:
-    """Return the costs of a step in which layers do this work."""
+class WideFactor(NamedTuple):
+    """A factor with an inverse that may have a low rank.
+
+    Attributes:
+        layer: the name of its layer.
+        side: 0 for Ω, 1 for Γ.
+        size: n, its width.
+        vectors: the vectors that its inverse is applied to in a step, over all groups.
+    """
+
+    layer: str
+    side: int
+    size: int
+    vectors: int
+
+    @property
+    def exact(self) -> float:
+        """The multiply-adds per step of an exact inverse, and of computing it now and then."""
+        return self.size**2 * (self.vectors + HANDICAP * self.size / EXACT_PERIOD)
+
+    def low_rank(self, columns: float) -> float:
+        """Return the multiply-adds per step of applying an inverse of low rank."""
+        return 2 * self.size * self.vectors * columns
+
+
+def columns_within(
+    curvature: ModelCurvature, work: Mapping[str, Work], overhead: float
+) -> dict[str, Columns]:
+    """Return the largest ranks of the inverses of wide factors; 0 for exact inverses.
+
+    Inverses are exact in the order of their costs, up to a quarter of the overhead. The others may
+    have ranks in proportion to √n, so that all of them cost at most half of the overhead.
+    """
+    plain = counted_costs(curvature, work).plain
+    wide = sorted(_wide_factors(curvature, work), key=lambda each: each.exact)
+    found = {each.layer: [0, 0] for each in wide}
+    left = EXACT_SHARE * overhead * plain
+    while wide and wide[0].exact <= left:
+        left -= wide.pop(0).exact
+    left = LEAST_SHARE * overhead * plain
+    unit = sum(each.low_rank(math.sqrt(each.size)) for each in wide)
+    for layer, side, size, _ in wide:
+        most = round(left / unit * math.sqrt(size))
+        found[layer][side] = max(FEWEST_COLUMNS, min(most_columns(size), most))
+    return {name: (first, second) for name, (first, second) in found.items()}
+
+
+def _wide_factors(curvature: ModelCurvature, work: Mapping[str, Work]) -> Iterator[WideFactor]:
+    for name in work:
+        layer = curvature.layers[name]
+        if isinstance(layer, KroneckerCurvature) and layer.has_variable_inverse():
+            sizes, groups = layer.layer.factor_sizes(), layer.layer.groups
+            for side, size in enumerate(layer.factor_widths()):
+                if size >= NARROWEST:
+                    yield WideFactor(name, side, size, groups * sizes[1 - side])
+
+
+def counted_costs(
+    curvature: ModelCurvature,
+    work: Mapping[str, Work],
+    columns: Mapping[str, Columns] = MappingProxyType({}),
+) -> Costs:
+    """Return the costs of a step in which layers do this work.
+
+    Args:
+        columns: the limits of inverses that are not known yet; by default those in force.
+    """
     total = Costs()
     for name, own in work.items():
         layer = curvature.layers[name]
         if isinstance(layer.layer, MatrixLayer):
-            total = total.plus(costs_of_layer(layer, own))
+            total = total.plus(costs_of_layer(layer, own, columns.get(name)))
     return total
 
 
-def costs_of_layer(curvature: LayerCurvature, work: Work) -> Costs:
-    """Return the costs of a linear or convolutional layer."""
+def costs_of_layer(curvature: LayerCurvature, work: Work, columns: Columns | None = None) -> Costs:
+    """Return the costs of a linear or convolutional layer.
+
+    Args:
+        columns: the limits of an inverse that is not known yet; by default those in force.
+    """
     layer = curvature.layer
     assert isinstance(layer, MatrixLayer)
     inputs, outputs = layer.factor_sizes()
@@ -146,7 +223,7 @@ def costs_of_layer(curvature: LayerCurvature, work: Work) -> Costs:
     moment = groups * maps**2 * min(layer.offsets**2, HANDICAP * 4 * layer.offsets) / 2
     folded = [shape for shape in curvature.running_shapes() if shape != unfolded_shape(shape)]
     folding = FOLDING * sum(math.prod(unfolded_shape(shape)) for shape in folded)
-    kept = curvature.inverse_shapes(curvature.inverse_widths())
+    kept = curvature.inverse_shapes(curvature.inverse_widths(columns))
     solves = 0.0
     for name, vectors in (("activation", outputs), ("derivative", inputs)):
         shape = kept.get(name, kept.get(f"{name}_basis", ()))
@@ -156,7 +233,7 @@ def costs_of_layer(curvature: LayerCurvature, work: Work) -> Costs:
     return Costs(
         plain=3 * work.rows * product,
         statistics=rows * (passes * product + moment + groups * outputs**2 / 2) + folding,
-        inverses=HANDICAP * layer_size(curvature).operations + folding,
+        inverses=HANDICAP * layer_size(curvature, columns).operations,
         natural_gradient=solves,
     )
 
@@ -177,24 +254,42 @@ class Allowance:
 
     def __init__(self, overhead: float | None, *, quiet: bool = False) -> None:
         self.costs: Costs | None = None
-        self._overhead = overhead
+        self.overhead = overhead
+        # The largest ranks of inverses; unknown before the first step.
+        self.columns: dict[str, Columns] | None = None
         self._quiet = quiet
         # The refreshes of statistics and of inverses that are allowed now.
         self._balances = [1.0, 1.0]
 
     def allows(self, kind: int) -> bool:
         """Return whether statistics (0) or inverses (1) may be refreshed now."""
-        return self._overhead is None or self.costs is None or self._balances[kind] >= 1
+        return self.overhead is None or self.costs is None or self._balances[kind] >= 1
+
+    def columns_for(
+        self, curvature: ModelCurvature, work: Mapping[str, Work]
+    ) -> dict[str, Columns]:
+        """Return the largest ranks of inverses: those of the first step, or of one like this."""
+        if self.overhead is None:
+            return {}
+        if self.columns is None:
+            return columns_within(curvature, work, self.overhead)
+        return self.columns
+
+    def limit_columns(self, curvature: ModelCurvature, work: Mapping[str, Work]) -> None:
+        """Limit the ranks of inverses by the work of the first step."""
+        if self.columns is None:
+            self.columns = self.columns_for(curvature, work)
+            curvature.limit_columns(self.columns)
 
     def set_costs(self, costs: Costs) -> None:
         """Record the costs of a step; the first time, report if they exceed the overhead."""
         is_first, self.costs = self.costs is None, costs.relative()
         own = self.costs.natural_gradient
-        if is_first and not self._quiet and self._overhead is not None and own > self._overhead:
+        if is_first and not self._quiet and self.overhead is not None and own > self.overhead:
             logger.warning(
                 "natural gradients alone cost %.3g of a forward and backward pass, which exceeds "
                 "the overhead of %g; larger batches make them cheaper in comparison",
-                *(own, self._overhead),
+                *(own, self.overhead),
             )
 
     def end_step(self, step: int, *refreshed: bool) -> None:
@@ -215,9 +310,9 @@ class Allowance:
 
     def rate(self) -> float | None:
         """Return the refreshes of each kind that a step earns in the long run, if limited."""
-        if self._overhead is None or self.costs is None:
+        if self.overhead is None or self.costs is None:
             return None
-        left = max(self._overhead - self.costs.natural_gradient, LEAST_SHARE * self._overhead)
+        left = max(self.overhead - self.costs.natural_gradient, LEAST_SHARE * self.overhead)
         return left / self._refresh_cost(self.costs)
 
     @staticmethod
@@ -239,19 +334,20 @@ class Allowance:
             for name, value in costs._asdict().items()
             if name != "plain"
         )
-        limit = "" if self._overhead is None else f"; at most {self._overhead:g} per step in all"
+        limit = "" if self.overhead is None else f"; at most {self.overhead:g} per step in all"
         return f"cost, in forward and backward passes (multiply-adds): {parts}{limit}"
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         costs = None if self.costs is None else list(self.costs)
-        return {"costs": costs, "balances": list(self._balances)}
+        columns = None if self.columns is None else {n: list(c) for n, c in self.columns.items()}
+        return {"costs": costs, "balances": list(self._balances), "columns": columns}
 
     @staticmethod
     def check_state(state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
-        require_keys("allowance state", state, ("costs", "balances"))
+        require_keys("allowance state", state, ("costs", "balances", "columns"))
         costs, balances = state["costs"], state["balances"]
         if costs is not None and len(costs) != len(Costs._fields):
             raise ValueError(f"the allowance state's costs must be {Costs._fields}, got {costs!r}")
@@ -260,7 +356,19 @@ class Allowance:
         for name, numbers in (("costs", costs or ()), ("balances", balances)):
             for number in numbers:
                 require_number(f"the allowance state's {name}", number, low=-math.inf)
+        if state["columns"] is not None:
+            require_keys("allowance state's columns", state["columns"], ())
+            for name, columns in state["columns"].items():
+                if not isinstance(columns, list) or len(columns) != 2:
+                    raise ValueError(
+                        f"the allowance state's columns of {name!r} must be two, got {columns!r}"
+                    )
+                for number in columns:
+                    require_whole(f"the allowance state's columns of {name!r}", number, low=0)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], curvature: ModelCurvature) -> None:
         self.costs = None if state["costs"] is None else Costs(*state["costs"])
         self._balances = list(state["balances"])
+        saved = state["columns"]
+        self.columns = None if saved is None else {n: (a, b) for n, (a, b) in saved.items()}
+        curvature.limit_columns(self.columns or {})

@@ -188,7 +188,7 @@ class Engine:
             if overflow is not None:
                 bad = bad | moved(overflow, bad.device)
             due = self._inverses_are_due()
-            wait = wait or not is_asynchronous(bad.device)
+            wait = wait or not self.is_asynchronous
             if not (wait or traces or due or self.curvature.lacks_inverses()):
                 self.doubt(bad, overflow)
                 return True
@@ -207,7 +207,9 @@ class Engine:
         if may_skip:
             self._before = self.curvature.snapshot(), self.refresher.snapshot()
         if batch.moments:
-            self.allowance.set_costs(counted_costs(self.curvature, work_of(batch)))
+            work = work_of(batch)
+            self.allowance.limit_columns(self.curvature, work)
+            self.allowance.set_costs(counted_costs(self.curvature, work))
         with self.schedule.timed("averages"), self.full_precision():
             self.curvature.update_(batch, replace=self._replaces_guess)
         if self.steps == 0:
@@ -293,6 +295,11 @@ class Engine:
     def _inverses_are_due(self) -> bool:
         return self.schedule.inverses_are_due(self.steps + 1) and self.allowance.allows(1)
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the host has to wait for results of the model's device."""
+        return is_asynchronous(self.device)
+
     def full_precision(self) -> AbstractContextManager[object]:
         return without_autocast(self.device)
 
@@ -338,7 +345,7 @@ class Engine:
         self.collector.expect(**state["expected"])
         self._replaces_guess = state["replaces_guess"]
         self.schedule.load_state_dict(state["budget"])
-        self.allowance.load_state_dict(state["allowance"])
+        self.allowance.load_state_dict(state["allowance"], self.curvature)
         self.curvature.load_state_dict(state["curvature"])
         self.refresher.load_state_dict(state["inverses"])
         self.steps = state["steps"]

@@ -20,6 +20,7 @@ from kfc.optimizers.engine import Engine, check_version
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.norms import fisher_products
 from kfc.optimizers.options import FisherClip, resolve_clip
+from kfc.optimizers.steps import Scalar, StepScales, add_steps_, add_steps_on_device_
 from kfc.schedule import Budget, Periods
 
 Vector = dict[str, Tensor]
@@ -125,14 +126,13 @@ class KFC(CurvatureOptimizer):
         engine.refresh_inverses(self._layer_damping)  # T_f: (Ω ⊗ Γ)⁻¹, damped by λ + γ
         update = self._add_weight_decay(gradients)  # ∇h: gradient of the loss, plus λθ
         products = engine.solve_(update)  # F̂⁻¹∇h (eqn 11); returns ∇hᵀF̂⁻¹∇h
-        self._times_learning_rate_(update)  # v = -α F̂⁻¹∇h
-        factor = self._clip_factor(update, products)  # √(C/ν) if ν = vᵀFv + λvᵀv > C
+        norms = self._fisher_norms(update) if is_due and products else None
+        factor = self._clip_factor(products, norms)  # √(C/ν) if ν = vᵀFv + λvᵀv > C; v = -α F̂⁻¹∇h
         if factor is None:
             return loss  # ν is not finite: the step is skipped
         limits = self._limits(gradients, products, factor, loss)  # m not uphill; -∇hᵀm ≤ κE
-        steps = self._add_momentum_(update, factor, limits)  # v ← √(C/ν) v; m ← μm + v
-        self._clip_steps_(steps, is_due=is_due)  # ν of the whole step ≤ C
-        self._move_(steps, update)  # θ ← θ + m
+        scales = self._scales(factor, limits, norms)  # ν of the whole step ≤ C
+        self._move_(update, scales)  # m ← μm + √(C/ν) v; θ ← θ + m
         self._update_averages(engine.in_doubt)  # θ̄ ← ζθ̄ + (1 - ζ)θ, ζ = exp(-1/τ)
         engine.end_step()
         return loss
@@ -157,11 +157,12 @@ class KFC(CurvatureOptimizer):
 
     # Clipping
 
-    def _clip_factor(self, update: Vector, products: Vector) -> float | Tensor | None:
+    def _clip_factor(self, products: Vector, norms: Tensor | None) -> Scalar | None:
         """Return the factor that shortens v if its Fisher norm exceeds the limit.
 
         Args:
             products: ∇hᵀF̂⁻¹∇h by parameter.
+            norms: ν of v and more, if it was computed; see ``_fisher_norms()``.
 
         Returns:
             A number, or a tensor if only the device knows; ``None`` if ν is not finite, after which
@@ -170,16 +171,18 @@ class KFC(CurvatureOptimizer):
         estimate = self._estimated_norm(products)
         if self._clip is None or estimate is None:
             return 1.0
-        if self._clip.is_due():
-            with self.engine.schedule.timed("clip"):
-                found = self._clip.shorten(estimate, self._fisher_norm(update))
+        if norms is not None:
+            found = self._clip.shorten(estimate, norms[0, 0])
             if found is None:
                 self.engine.skip_step()
             return found
-        factor = self._clip.guard(estimate)
-        if isinstance(factor, Tensor):
+        if self.engine.is_asynchronous:
             self.engine.doubt(~torch.isfinite(estimate))
-        return factor
+            return self._clip.guard(estimate)
+        known = estimate.item()
+        if not math.isfinite(known):
+            self.engine.doubt(~torch.isfinite(estimate))
+        return self._clip.guard(known)
 
     def _estimated_norm(self, products: Vector) -> Tensor | None:
         """Return vᵀF̂v = α² ∇hᵀF̂⁻¹∇h of v = -α F̂⁻¹∇h, if there is a limit on it.
@@ -197,20 +200,78 @@ class KFC(CurvatureOptimizer):
         wide, home = reduce(torch.promote_types, (p.dtype for p in parts)), parts[0].device
         return torch.stack([moved(part, home).to(wide) for part in parts]).sum()
 
-    def _fisher_norm(self, update: Vector) -> Tensor:
-        """Return ν = vᵀFv + λvᵀv, with the exact F on the first examples of the step."""
+    def _fisher_norms(self, update: Vector) -> Tensor:
+        """Return xᵀFy + λxᵀy of v and of μm, (2, 2), with the exact F on a part of the step.
+
+        μm is left out if the step is v, or if only v is limited.
+
+        Args:
+            update: F̂⁻¹∇h.
+        """
         assert self._clip is not None
-        norm = fisher_products(self.engine, [update], self._clip.fraction)[0, 0]
-        for group, _, names in self._by_group(update):
-            if group["weight_decay"]:
-                squares = [update[name].square().sum() for name in names]
-                norm = norm + float(group["weight_decay"]) * torch.stack(squares).sum().to(norm)
-        return norm
+        pairs = [self._times_option(update, "lr", -1.0)]
+        has_momentum = any(group["momentum"] for group in self.param_groups)
+        if self._bound is not None and has_momentum and self.engine.steps > 0:
+            old: Vector = {}
+            for _, parameters, names in self._by_group(update):
+                old.update(zip(names, self._momentum_buffers(parameters), strict=True))
+            pairs.append(self._times_option(old, "momentum", 1.0))
+        scales = torch.tensor([scale for scale, _ in pairs], dtype=torch.float64)
+        vectors = [vector for _, vector in pairs]
+        with self.engine.schedule.timed("clip"):
+            norms = fisher_products(self.engine, vectors, self._clip.fraction)
+            for group, _, names in self._by_group(update):
+                if group["weight_decay"]:
+                    flat = [[vector[name] for name in names] for vector in vectors]
+                    squares = [[sum_of_products(x, y).item() for y in flat] for x in flat]
+                    norms += float(group["weight_decay"]) * norms.new_tensor(squares)
+        return norms * scales * scales.unsqueeze(1)
+
+    def _times_option(self, vector: Vector, option: str, sign: float) -> tuple[float, Vector]:
+        """Return a number and a vector, whose product is the vector times an option by group.
+
+        The vector is copied only if the groups differ in the option.
+        """
+        values = {float(group[option]) for group, _, _ in self._by_group(vector)}
+        if len(values) == 1:
+            return sign * values.pop(), vector
+        scaled: Vector = {}
+        for group, _, names in self._by_group(vector):
+            own = torch._foreach_mul([vector[name] for name in names], float(group[option]))
+            scaled.update(zip(names, own, strict=True))
+        return sign, scaled
+
+    def _scales(
+        self, factor: Scalar, limits: StepLimits | None, norms: Tensor | None
+    ) -> StepScales:
+        """Return the factors of v and of μm in the step, whose Fisher norm is within the limit.
+
+        Momentum adds up updates, each of which is within the limit.
+
+        Args:
+            factor: the factor of v by the clip.
+            limits: the factors of μm and of the whole step by the loss bound.
+            norms: see ``_fisher_norms()``; ``None`` if they were not computed.
+        """
+        if limits is None:
+            return StepScales(factor, 1.0)
+        here = limits.step.device
+        own = moved(factor, here) if isinstance(factor, Tensor) else factor
+        new, old = own * limits.step, limits.momentum * limits.step
+        if norms is None and self.engine.is_asynchronous:
+            return StepScales(new, old)
+        scales = torch.stack([new, old]).cpu().double()
+        if norms is not None and len(norms) > 1:
+            assert self._clip is not None
+            norm = float(scales @ norms @ scales)
+            if not norm <= self._clip.limit:
+                scales = scales * (math.sqrt(self._clip.limit / norm) if norm == norm else 0.0)
+        return StepScales(*scales.tolist())
 
     # Momentum and parameters
 
     def _limits(
-        self, gradients: Vector, products: Vector, factor: float | Tensor, loss: Any
+        self, gradients: Vector, products: Vector, factor: Scalar, loss: Any
     ) -> StepLimits | None:
         """Return the factors of the step m = μ m_old + v by the loss bound; ``None``: no bound.
 
@@ -243,92 +304,30 @@ class KFC(CurvatureOptimizer):
                 factor = moved(factor, new.device)
             return self._bound.limit(old, factor * new, excess)
 
-    def _add_momentum_(
-        self, update: Vector, factor: float | Tensor, limits: StepLimits | None
-    ) -> Vector:
-        """Update the momentum, m ← μ m + v, and return it; without momentum, m is v.
-
-        If the step in progress is bad, v becomes zero and m stays as it is.
-
-        Args:
-            factor: the factor of v by the clip.
-            limits: the factors of μ m and of the whole step.
-        """
-        steps: Vector = {}
-        with self.engine.schedule.timed("update", continued=True):
-            if limits is not None:
-                here = limits.step.device
-                own = moved(factor, here) if isinstance(factor, Tensor) else factor
-                factor = own * limits.step
-            self._scale_(update, factor)
-            for group, parameters, names in self._by_group(update):
-                values, momentum = [update[name] for name in names], float(group["momentum"])
-                bad = self._in_doubt_on(values[0].device)
-                if bad is not None:
-                    for value in values:
-                        value.masked_fill_(bad, 0)
-                if momentum:
-                    buffers = self._momentum_buffers(parameters)
-                    torch._foreach_mul_(
-                        buffers, self._momentum_factor(buffers, momentum, limits, bad)
-                    )
-                    torch._foreach_add_(buffers, values)
-                    values = buffers
-                steps.update(zip(names, values, strict=True))
-        return steps
-
-    def _momentum_factor(
-        self, buffers: list[Tensor], momentum: float, limits: StepLimits | None, bad: Tensor | None
-    ) -> float | Tensor:
-        """Return the factor of the old momentum: μ, less by the limits, 1 if the step is bad."""
-        if limits is None and bad is None:
-            return momentum
-        wide = reduce(torch.promote_types, (b.dtype for b in buffers), torch.float32)
-        factor = torch.full((), momentum, dtype=wide, device=buffers[0].device)
-        if limits is not None:
-            factor = factor * moved(limits.momentum * limits.step, factor.device).to(wide)
-        return factor if bad is None else torch.where(bad, torch.ones_like(factor), factor)
-
     def _momentum_buffers(self, parameters: list[Tensor]) -> list[Tensor]:
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return [self.state[parameter]["momentum_buffer"] for parameter in parameters]
 
-    def _clip_steps_(self, steps: Vector, *, is_due: bool) -> None:
-        """Shorten the steps m, in place, if their Fisher norm is known to exceed the limit.
+    def _move_(self, update: Vector, scales: StepScales) -> None:
+        """Update the momentum, m ← μm + v, and the parameters, θ ← θ + m; without momentum, m is v.
 
-        Momentum adds up updates, each of which is within the limit.
-
-        Args:
-            is_due: whether ν of the update was computed in this step.
-        """
-        if self._bound is None or self._clip is None or not is_due:
-            return
-        has_momentum = any(group["momentum"] for group in self.param_groups)
-        if not has_momentum or self.engine.steps == 0:  # m is v
-            return
-        with self.engine.schedule.timed("clip"):
-            norm = self._fisher_norm(steps).item()
-        if not norm <= self._clip.limit:
-            self._scale_(steps, math.sqrt(self._clip.limit / norm) if norm == norm else 0.0)
-
-    def _move_(self, steps: Vector, spare: Vector) -> None:
-        """Add the steps to the parameters, unless the step in progress is bad.
+        If the step in progress is bad, m and θ stay as they are.
 
         Args:
-            spare: tensors like the steps, whose memory may be used.
+            update: F̂⁻¹∇h, whose memory is used.
         """
         with self.engine.schedule.timed("update", continued=True):
-            for _, parameters, names in self._by_group(steps):
-                values = [steps[name] for name in names]
+            for group, parameters, names in self._by_group(update):
+                values, momentum = [update[name] for name in names], float(group["momentum"])
+                new, old = -float(group["lr"]) * scales.new, momentum * scales.old
+                buffers = self._momentum_buffers(parameters) if momentum else None
                 bad = self._in_doubt_on(values[0].device)
-                if bad is not None:
-                    moves = [spare[name] for name in names]
-                    torch._foreach_copy_(moves, values)
-                    torch._foreach_mul_(moves, torch.where(bad, 0.0, 1.0))
-                    values = moves
-                torch._foreach_add_(parameters, values)
+                if bad is None and not isinstance(new, Tensor) and not isinstance(old, Tensor):
+                    add_steps_(parameters, buffers, values, new, old)
+                else:
+                    add_steps_on_device_(parameters, buffers, values, new, old, bad)
 
     def _in_doubt_on(self, device: torch.device) -> Tensor | None:
         """Return whether the step in progress is bad; ``None`` if it is known to be good."""

@@ -15,6 +15,7 @@ from kfc.layers import MatrixLayer
 from kfc.optimizers.adam import SQUARE, STEP, normalise_
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.bound import Excess, LossBound, excess_loss, sum_of_products
+from kfc.optimizers.costs import Costs
 from kfc.optimizers.engine import Engine, check_version
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.rotation import BASIS, GRAM, OutputRotation
@@ -331,7 +332,7 @@ class WhitenedAdam(CurvatureOptimizer):
                     found[parameter] = self._iterates.average(parameter, state, beta)
         return found
 
-    def _notes(self, inputs: Any) -> list[str]:
+    def _notes(self, expected: Costs | None) -> list[str]:
         rotation = [] if self._rotation is None else [self._rotation.describe()]
         return [*rotation, self.engine.collector.losses.describe()]
 

@@ -54,10 +54,11 @@ class Task(NamedTuple):
     @classmethod
     def of(cls, engine: Engine, inputs: Any, passes: float) -> Task:
         """Return the task of steps with batches like these inputs on every rank."""
-        periods = engine.schedule.periods
+        periods, work = engine.schedule.periods, expected_work(engine, inputs)
+        engine.allowance.limit_columns(engine.curvature, work)
         return cls(
             engine.curvature.layers,
-            expected_work(engine, inputs),
+            work,
             sum(p.nbytes for p in engine.model.parameters() if p.requires_grad),
             passes,
             (longest(periods.statistics), longest(periods.inverse)),
