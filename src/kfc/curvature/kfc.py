@@ -1,12 +1,13 @@
 """KFC: independent activations and derivatives, spatially uncorrelated derivatives (Theorem 2)."""
 
+from collections.abc import Sequence
 from operator import add
 from typing import Any
 
 from torch import Tensor
 
 from kfc.curvature.damping import Damping
-from kfc.curvature.factor import trace
+from kfc.curvature.factor import is_diagonal, trace
 from kfc.curvature.kronecker import (
     Accuracy,
     FactoredInverse,
@@ -19,7 +20,7 @@ from kfc.curvature.layer import Columns, LayerCurvature
 from kfc.curvature.low_rank import NARROWEST, default_columns
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.layers import MatrixLayer
-from kfc.moments.folding import Shape, kept_shape, to_keep, whole
+from kfc.moments.folding import Shape, kept_shape, to_keep, whole, width
 from kfc.moments.patches import row_moment
 
 
@@ -83,7 +84,9 @@ class KroneckerCurvature(LayerCurvature):
         self, running: tuple[Tensor, ...], damping: Damping, previous: Inverse | None = None
     ) -> Inverse:
         factors = self.factors_of(running)
-        accuracy = Accuracy(self.inverse_error, self._largest_columns(), previous)
+        # From the factors alone: in another thread, parameters may be replaced by others meanwhile.
+        widths = [0 if is_diagonal(factor) else width(factor) for factor in factors]
+        accuracy = Accuracy(self.inverse_error, self._largest_columns(widths), previous)
         return self.inverse_class.of(factors, damping.weight, damping.bias_ratio, accuracy)
 
     def has_variable_inverse(self) -> bool:
@@ -94,18 +97,19 @@ class KroneckerCurvature(LayerCurvature):
     def limit_columns(self, columns: Columns) -> None:
         self._columns = columns
 
-    def _largest_columns(self) -> Columns:
+    def _largest_columns(self, widths: Sequence[int]) -> Columns:
+        """Return the largest ranks of the inverses of factors with these widths."""
         if self._columns is not None:
             return self._columns
-        first, second = map(default_columns, self.factor_widths())
+        first, second = map(default_columns, widths)
         return first, second
 
     def expected_widths(self, columns: Columns | None) -> tuple[int, ...]:
         if not self.has_variable_inverse():
             return ()
-        limits = self._largest_columns() if columns is None else columns
-        widths = zip(self.factor_widths(), limits, strict=True)
-        return tuple(1 + most if most else size for size, most in widths)
+        widths = self.factor_widths()
+        limits = self._largest_columns(widths) if columns is None else columns
+        return tuple(1 + most if most else n for n, most in zip(widths, limits, strict=True))
 
     def factor_widths(self) -> tuple[int, int]:
         """Return the widths of Ω and Γ; 0 for diagonals."""
