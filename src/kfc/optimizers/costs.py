@@ -35,8 +35,9 @@ logger = logging.getLogger("kfc")
 
 # Decompositions and Fourier transforms take longer than products with as many multiply-adds.
 HANDICAP = 2.0
-# The multiply-adds in the time that it takes to fold one entry of a wide factor.
-FOLDING = 20.0
+# The multiply-adds in the time that it takes to average an entry of a wide factor, and to move an
+# entry of a gradient.
+AVERAGING, MOVING = 150.0, 100.0
 # Step t may spend 1 + EARLY / t times the overhead.
 EARLY = 4.0
 # The least share of the overhead that is left for refreshes, whatever natural gradients cost.
@@ -222,7 +223,7 @@ def costs_of_layer(curvature: LayerCurvature, work: Work, columns: Columns | Non
     # Pairs of offsets with different distances are a few times as many as offsets.
     moment = groups * maps**2 * min(layer.offsets**2, HANDICAP * 4 * layer.offsets) / 2
     folded = [shape for shape in curvature.running_shapes() if shape != unfolded_shape(shape)]
-    folding = FOLDING * sum(math.prod(unfolded_shape(shape)) for shape in folded)
+    averaging = AVERAGING * sum(math.prod(unfolded_shape(shape)) for shape in folded)
     kept = curvature.inverse_shapes(curvature.inverse_widths(columns))
     solves = 0.0
     for name, vectors in (("activation", outputs), ("derivative", inputs)):
@@ -232,9 +233,9 @@ def costs_of_layer(curvature: LayerCurvature, work: Work, columns: Columns | Non
             solves += groups * shape[-1] * shape[-2] * passes_of_matrix * vectors
     return Costs(
         plain=3 * work.rows * product,
-        statistics=rows * (passes * product + moment + groups * outputs**2 / 2) + folding,
+        statistics=rows * (passes * product + moment + groups * outputs**2 / 2) + averaging,
         inverses=HANDICAP * layer_size(curvature, columns).operations,
-        natural_gradient=solves,
+        natural_gradient=solves + MOVING * product,
     )
 
 
@@ -244,8 +245,8 @@ class Allowance:
     Let S, I and N be the costs of refreshing statistics and inverses once and of a natural
     gradient, in forward and backward passes. Step t earns (overhead - N) (1 + 4 / t) / (S + I)
     refreshes of each kind: more at the start, because curvature changes fastest then. At least half
-    of the overhead is left for refreshes. What is not used is saved, up to five passes or one
-    refresh, whichever is more. The first step refreshes everything, on credit.
+    of the overhead is left for refreshes. A refresh is on credit: the next one has to wait until it
+    is paid. What is not used is saved, up to five passes.
 
     Args:
         overhead: the allowed share; ``None``: nothing is postponed.
@@ -259,11 +260,11 @@ class Allowance:
         self.columns: dict[str, Columns] | None = None
         self._quiet = quiet
         # The refreshes of statistics and of inverses that are allowed now.
-        self._balances = [1.0, 1.0]
+        self._balances = [0.0, 0.0]
 
     def allows(self, kind: int) -> bool:
         """Return whether statistics (0) or inverses (1) may be refreshed now."""
-        return self.overhead is None or self.costs is None or self._balances[kind] >= 1
+        return self.overhead is None or self.costs is None or self._balances[kind] >= 0
 
     def columns_for(
         self, curvature: ModelCurvature, work: Mapping[str, Work]
@@ -302,7 +303,7 @@ class Allowance:
         if rate is None or self.costs is None:
             return
         earned = rate * (1 + EARLY / step)
-        most = max(1.0, MOST_SAVED / self._refresh_cost(self.costs))
+        most = MOST_SAVED / self._refresh_cost(self.costs)
         self._balances = [
             min(most, balance - done + earned)
             for balance, done in zip(self._balances, refreshed, strict=True)
