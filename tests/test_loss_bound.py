@@ -364,3 +364,31 @@ def test_a_loss_that_fits_no_likelihood_has_no_bound_also_after_loading():
         F.l1_loss(model(inputs), REAL).backward()
         each.engine.begin_step(each.engine.gradients())
         assert float(excess_loss(each.engine)) == float("inf")
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_fisher_norm_of_a_whole_step_with_momentum_is_limited(same):
+    """Also if groups differ in learning rate, momentum and weight decay."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    images, labels = torch.randn(20, 5).double(), torch.randint(3, (20,))
+    options = {"lr": 0.2, "momentum": 0.5, "weight_decay": 0.01}
+    groups = None if same else [{"prefix": "2", **options}]
+    clip = kfc.FisherClip(1e-3, fraction=1, period=1, loss_bound=100.0)
+    curvature = kfc.Kronecker(fraction=1)
+    optimizer = kfc.KFC(model, 0.1, clip=clip, groups=groups, curvature=curvature, seed=0)
+    decays = dict.fromkeys(dict(model.named_parameters()), 0.0)
+    if not same:
+        decays |= {"2.weight": 0.01, "2.bias": 0.01}
+    norms = []
+    for _ in range(6):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        twin = copy.deepcopy(model)
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        step = {name: p.detach() - before[name] for name, p in model.named_parameters()}
+        norm = kfc.fisher.quadratic_form(twin, images, step)
+        norms.append(float(norm + sum(decays[n] * v.square().sum() for n, v in step.items())))
+    assert max(norms) <= 1e-3 * (1 + 1e-9)
+    assert sum(norm > 0.999e-3 for norm in norms) >= 4
