@@ -33,7 +33,7 @@ from kfc.curvature.low_rank import NARROWEST, floor_of, most_columns
 from kfc.moments.folding import Shape, whole, width
 
 # Factors up to this width have explicit inverses, which products apply faster than solves do.
-SMALL = 1100
+SMALL = 1000
 
 
 class Factors(NamedTuple):

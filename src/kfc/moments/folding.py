@@ -1,10 +1,10 @@
 """Symmetric matrices kept in little more than half of their entries.
 
-A symmetric matrix (n, n) is cut into eight strips of s = ⌈n / 8⌉ rows, of which the last ones may
-be shorter or empty. A strip is kept up to its last column on or below the diagonal block: strip i
-has (i + 1) s columns. Strips i and 7 - i lie side by side, so that all of them form a rectangle of
-4 s rows and 9 s columns. At most seven columns of zeros follow; their number tells n. Sums and
-averages of folded matrices are those of the matrices, and products with them need not unfold them.
+A symmetric matrix (n, n) is cut into 16 strips of s = ⌈n / 16⌉ rows, of which the last ones may be
+shorter or empty. A strip is kept up to the last column of its block on the diagonal: strip i has
+(i + 1) s columns. Strips i and 15 - i lie side by side, so that all of them form a rectangle of 8 s
+rows and 17 s columns. Some columns of zeros follow, whose number tells n. Sums and averages of
+folded matrices are those of the matrices, and products with them need not unfold them.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 # Narrower statistics are kept as whole matrices.
 NARROWEST = 512
-STRIPS = 8
+STRIPS = 16
 
 
 class Strip(NamedTuple):
@@ -82,7 +82,7 @@ def width(statistics: Tensor) -> int:
 
 
 def strips(folded: Tensor) -> Iterator[Strip]:
-    """Yield the strips of folded matrices (..., 4 s, 9 s), as views."""
+    """Yield the strips of folded matrices (..., 8 s, 17 s), as views."""
     shape = tuple(folded.shape)
     height, size = _height(shape), unfolded_shape(shape)[-1]
     for start in range(0, size, height):

@@ -44,9 +44,8 @@ EARLY = 4.0
 LEAST_SHARE = 0.5
 # The largest amount that is saved for later steps, in forward and backward passes.
 MOST_SAVED = 5.0
-# The share of the overhead for exact inverses of wide factors, and the steps between refreshes that
-# it is counted for.
-EXACT_SHARE, EXACT_PERIOD = 0.25, 10
+# The share of the overhead for applying exact inverses of wide factors.
+EXACT_SHARE = 0.1
 # The fewest eigenpairs of an inverse of low rank, however little they may cost.
 FEWEST_COLUMNS = 8
 
@@ -148,8 +147,8 @@ class WideFactor(NamedTuple):
 
     @property
     def exact(self) -> float:
-        """The multiply-adds per step of an exact inverse, and of computing it now and then."""
-        return self.size**2 * (self.vectors + HANDICAP * self.size / EXACT_PERIOD)
+        """The multiply-adds per step of applying an exact inverse."""
+        return self.size**2 * self.vectors
 
     def low_rank(self, columns: float) -> float:
         """Return the multiply-adds per step of applying an inverse of low rank."""
@@ -161,7 +160,7 @@ def columns_within(
 ) -> dict[str, Columns]:
     """Return the largest ranks of the inverses of wide factors; 0 for exact inverses.
 
-    Inverses are exact in the order of their costs, up to a quarter of the overhead. The others may
+    Inverses are exact in the order of their costs, up to a tenth of the overhead. The others may
     have ranks in proportion to √n, so that all of them cost at most half of the overhead.
     """
     plain = counted_costs(curvature, work).plain
