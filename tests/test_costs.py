@@ -10,7 +10,6 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 import kfc
-from kfc.curvature.damped import Form
 from kfc.optimizers.costs import EARLY, Allowance, Costs
 from resuming import assert_resumes
 
@@ -201,7 +200,7 @@ def ranks_of_inverses(overhead, examples):
     for name in ("0", "2"):
         for side in ("activation", "derivative"):
             inverse = getattr(layers[name].state.inverse, side)
-            found[name, side] = (inverse.form is Form.LOW_RANK, inverse.matrix.shape[-1])
+            found[name, side] = (inverse.has_low_rank, inverse.matrix.shape[-1])
     return found, optimizer
 
 

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 import kfc
 from kfc.curvature.damped import DampedInverse, Form, invert_shifted
+from kfc.curvature.factor import trace
 from kfc.curvature.kronecker import Accuracy, FactoredInverse, Factors
 from kfc.curvature.low_rank import (
     _inverse,
@@ -96,7 +97,7 @@ def test_the_error_is_estimated_well(power, passes):
     columns = torch.randn(2, SIZE, 60, generator=generator, dtype=torch.float64)
     for _ in range(passes):
         columns = torch.linalg.qr(factor @ columns).Q
-    found = _spectrum(factor, columns, generator)
+    found = _spectrum(factor, trace(factor), columns, generator)
     levels, estimates = found.levels_and_errors(DAMPING)
     for rank in (30, 60):
         inverse = _inverse(found, DAMPING, levels[:, rank - 1 : rank], rank)

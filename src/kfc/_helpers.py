@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeVar
@@ -32,6 +33,20 @@ def widest(device: torch.device) -> torch.dtype:
 def at_least_float32(tensor: Tensor) -> Tensor:
     """Return a tensor in float32 at least."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+@lru_cache
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Return whether a device multiplies matrices in bfloat16 faster than in float32."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type != "cpu":
+        return False
+    supports = [
+        getattr(torch.cpu, name, None)
+        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    ]
+    return any(bool(test()) for test in supports if test is not None)
 
 
 def all_finite(values: Iterable[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kfc._helpers import at_least_float32
 from kfc.curvature.factor import (
     add_to_diagonal,
     cholesky,
@@ -19,7 +20,7 @@ from kfc.curvature.factor import (
     scale_first,
     scale_first_row,
 )
-from kfc.curvature.low_rank import after, low_rank_inverse, times_
+from kfc.curvature.low_rank import LowRank, after, low_rank_inverse, times_, tolerates_rounding
 from kfc.moments.folding import whole
 
 
@@ -29,6 +30,8 @@ class Form(IntEnum):
     CHOLESKY = 0
     EXPLICIT = 1
     LOW_RANK = 2
+    # The same, and the factor may be rounded to bfloat16.
+    LOW_RANK_OF_ROUNDED = 3
 
 
 class DampedInverse(NamedTuple):
@@ -37,19 +40,28 @@ class DampedInverse(NamedTuple):
     Attributes:
         matrix: the lower Cholesky factor of factor + shift I, (groups, n, n); or the inverse
             itself, or its diagonal (groups, n); or what ``low_rank_inverse`` returns.
-        floor: see ``kfc.curvature.low_rank.times_()``.
+        cheap: the same inverse, if it has a low rank and is ready for fast products.
     """
 
     matrix: Tensor
     form: Form
-    floor: float | None = None
+    cheap: LowRank | None = None
+
+    @property
+    def has_low_rank(self) -> bool:
+        return self.form in (Form.LOW_RANK, Form.LOW_RANK_OF_ROUNDED)
+
+    @property
+    def tolerates_rounding(self) -> bool:
+        """Whether the factor may be rounded to bfloat16 for the next inverse."""
+        return self.form is Form.LOW_RANK_OF_ROUNDED
 
     def times_(self, right: Tensor) -> Tensor:
         """Return the inverse times (groups, n, k), whose memory may be used."""
         if self.form is Form.CHOLESKY:
             return torch.cholesky_solve(right, self.matrix)
-        if self.form is Form.LOW_RANK:
-            return times_(self.matrix, right, self.floor)
+        if self.has_low_rank:
+            return times_(self.matrix, right) if self.cheap is None else self.cheap.times(right)
         if is_diagonal(self.matrix):
             return right.mul_(self.matrix.unsqueeze(-1))
         return self.matrix @ right
@@ -58,8 +70,8 @@ class DampedInverse(NamedTuple):
         """Return (groups, k, n) times the inverse, in new memory."""
         if self.form is Form.CHOLESKY:
             return torch.cholesky_solve(left.mT, self.matrix).mT
-        if self.form is Form.LOW_RANK:
-            return after(left, self.matrix, self.floor)
+        if self.has_low_rank:
+            return after(left, self.matrix) if self.cheap is None else self.cheap.after(left)
         if is_diagonal(self.matrix):
             return left * self.matrix.unsqueeze(-2)
         return left @ self.matrix
@@ -68,7 +80,7 @@ class DampedInverse(NamedTuple):
         """Return the inverse of S (factor + shift I) S with S = diag(scale, 1, ..., 1)."""
         if self.form is Form.CHOLESKY:
             return self._replace(matrix=scale_first_row(self.matrix, scale))  # S L (S L)ᵀ
-        if self.form is Form.LOW_RANK:
+        if self.has_low_rank:
             matrix = scale_first_row(self.matrix, 1 / scale)
             matrix[:, 0, 0] /= scale  # S⁻¹ (f I - P Pᵀ) S⁻¹
             return self._replace(matrix=matrix)
@@ -80,9 +92,24 @@ class DampedInverse(NamedTuple):
             return self
         return DampedInverse(torch.cholesky_inverse(self.matrix), Form.EXPLICIT)
 
+    def prepared(self) -> DampedInverse:
+        """Return the inverse, ready to be applied many times."""
+        if not self.has_low_rank:
+            return self
+        return self._replace(cheap=LowRank.of(self.matrix))
+
+    def reordered(self, order: Tensor) -> DampedInverse | None:
+        """Return the inverse with its coordinates in another order, if that is cheap."""
+        if self.form is Form.CHOLESKY:
+            return None
+        matrix = self.matrix.index_select(1, order)
+        if self.form is Form.EXPLICIT and not is_diagonal(matrix):
+            matrix = matrix.index_select(2, order)
+        return DampedInverse(matrix, self.form)
+
     def columns(self) -> Tensor | None:
         """Return the matrix if it is one of low rank, to begin the next one with."""
-        return self.matrix if self.form is Form.LOW_RANK else None
+        return self.matrix if self.has_low_rank else None
 
 
 def invert_shifted(
@@ -98,7 +125,7 @@ def invert_shifted(
     method elsewhere. All decompositions start before the host waits for any of them.
 
     Args:
-        factors: (groups, n, n), which may be folded, or diagonals.
+        factors: (groups, n, n), which may be folded or rounded, or diagonals.
         tolerance: the allowed error of inverses of low rank; ``None``: exact inverses.
         columns: the largest ranks of inverses of low rank; 0 for an exact inverse.
         starts: earlier inverses of the factors.
@@ -116,16 +143,20 @@ def invert_shifted(
         if tolerance is not None and most:
             cheap = low_rank_inverse(factor, shift, tolerance, most, start and start.columns())
         if cheap is not None:
-            found[index] = DampedInverse(cheap, Form.LOW_RANK)
+            assert tolerance is not None
+            is_rounded = tolerates_rounding(factor, shift, tolerance)
+            form = Form.LOW_RANK_OF_ROUNDED if is_rounded else Form.LOW_RANK
+            found[index] = DampedInverse(cheap, form)
         else:
-            roots[index] = cholesky(add_to_diagonal(whole(factor), shift))
+            roots[index] = cholesky(add_to_diagonal(at_least_float32(whole(factor)), shift))
     flags = [trusted for _, trusted in roots.values()]
     are_trusted = torch.stack(flags).tolist() if flags else []
     for (index, (lower, _)), trusted in zip(roots.items(), are_trusted, strict=True):
         if trusted:
             found[index] = DampedInverse(lower, Form.CHOLESKY)
         else:
-            careful = _invert_carefully(whole(factors[index]), shifts[index])
+            factor = at_least_float32(whole(factors[index]))
+            careful = _invert_carefully(factor, shifts[index])
             found[index] = DampedInverse(careful, Form.EXPLICIT)
     return [found[index] for index in range(len(factors))]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kfc._helpers import at_least_float32
 from kfc.moments.folding import diagonal_of_folded, is_folded, width
 
 
@@ -18,8 +19,12 @@ def diagonal(factor: Tensor) -> Tensor:
 
 
 def trace(factor: Tensor) -> Tensor:
-    """Return the trace of each group's factor, (groups,); the factor may be folded."""
-    return (diagonal_of_folded(factor) if is_folded(factor) else diagonal(factor)).sum(-1)
+    """Return the trace of each group's factor, (groups,), in float32 at least.
+
+    The factor may be folded.
+    """
+    values = diagonal_of_folded(factor) if is_folded(factor) else diagonal(factor)
+    return at_least_float32(values).sum(-1)
 
 
 def mean_eigenvalue(factor: Tensor) -> Tensor:

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from operator import add
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from kfc._helpers import multiplies_bfloat16
 from kfc.curvature.damping import Damping
 from kfc.curvature.factor import is_diagonal, trace
 from kfc.curvature.kronecker import (
@@ -47,23 +49,32 @@ class KroneckerCurvature(LayerCurvature):
         self.max_factor_size = max_factor_size
         self.inverse_error = inverse_error
         self._columns: Columns | None = None
+        # The last inverse that was applied, and the same with reordered columns.
+        self._reordered: tuple[Inverse, Inverse | None] | None = None
 
     # Statistics
 
     def new_statistics(self, inverse: Inverse | None) -> LayerStatistics:
-        return FactorStatistics(self.layer, self.are_wide())
+        activation, derivative = self.may_be_rounded(inverse)
+        return FactorStatistics(self.layer, self.are_wide(), (activation, derivative))
+
+    def may_be_rounded(self, inverse: Inverse | None) -> tuple[bool, ...]:
+        if not isinstance(inverse, FactoredInverse):
+            return False, False
+        return inverse.activation.tolerates_rounding, inverse.derivative.tolerates_rounding
 
     def running_shapes(self) -> tuple[Shape, ...]:
         return tuple(map(kept_shape, self.factor_shapes()))
 
     def factors_of(self, running: tuple[Tensor, ...]) -> Factors:
-        """Return Ω and Γ from the running averages; they may be folded."""
+        """Return Ω and Γ from the running averages; they may be folded or rounded."""
         return Factors(*running)
 
     def factors(self) -> Factors | None:
         if self.state.running is None:
             return None
-        return Factors(*map(whole, self.factors_of(self.state.running)))
+        activation, derivative = self.factors_of(self.state.running)
+        return Factors(*(whole(each).to(self.layer.dtype) for each in (activation, derivative)))
 
     def are_wide(self) -> tuple[bool, bool]:
         """Return whether Ω and Γ are kept as diagonals because they are wide."""
@@ -121,7 +132,19 @@ class KroneckerCurvature(LayerCurvature):
 
     def apply_inverse(self, inverse: Inverse, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return Γ_damped⁻¹ V Ω_damped⁻¹ with V = (bias, weight) (eqn 11)."""
-        return self.layer.from_matrix(inverse.apply(self.layer.to_matrix(gradients)))
+        layer = self.layer
+        if "weight" in gradients and layer.is_channels_last(gradients["weight"]):
+            reordered = self._reordered_inverse(inverse)
+            if reordered is not None:
+                solution = reordered.apply(layer.to_matrix(gradients, channels_last=True))
+                return layer.from_matrix(solution, channels_last=True)
+        return layer.from_matrix(inverse.apply(layer.to_matrix(gradients)))
+
+    def _reordered_inverse(self, inverse: Inverse) -> Inverse | None:
+        """Return an inverse for matrices with columns in the order of channels_last."""
+        if self._reordered is None or self._reordered[0] is not inverse:
+            self._reordered = inverse, inverse.reordered(self.layer.channels_last_order())
+        return self._reordered[1]
 
     # What users see
 
@@ -141,23 +164,50 @@ class KroneckerCurvature(LayerCurvature):
         }
 
 
-class FactorStatistics(LayerStatistics):
-    """Ω: summed over rows, mean over examples. Γ: mean over rows (Theorem 2, eqn 32)."""
+# The largest number of rows whose second moments have a sampling error, 1 / √rows, above 2⁻⁸.
+MOST_ROUNDED_ROWS = 2**16
 
-    def __init__(self, layer: MatrixLayer, wide: tuple[bool, bool]) -> None:
+
+class FactorStatistics(LayerStatistics):
+    """Ω: summed over rows, mean over examples. Γ: mean over rows (Theorem 2, eqn 32).
+
+    Args:
+        wide: whether Ω and Γ are kept as diagonals.
+        rounded: whether their products may be computed in bfloat16, where that is faster and the
+            rounding errors are below the sampling error.
+    """
+
+    def __init__(
+        self,
+        layer: MatrixLayer,
+        wide: tuple[bool, bool],
+        rounded: tuple[bool, bool] = (False, False),
+    ) -> None:
         self.layer = layer
         self.trained = layer.trained()
         self.wide_activation, self.wide_derivative = wide
+        self._rounded = rounded
         self.activation: tuple[Any, ...] = ()
         self.derivative: Tensor | None = None
         self.rows = 0
 
     def forward(self, inputs: Tensor, outputs: Tensor) -> list[tuple[Any, ...]]:
         """Return the call's ``activation_sums()``, in a list that ``backward`` empties."""
-        return [self.activation_sums(inputs.detach().to(self.layer.dtype), outputs)]
+        dtype = self._product_dtype(0, outputs)
+        return [self.activation_sums(inputs.detach().to(dtype), outputs)]
+
+    def _product_dtype(self, side: int, outputs: Tensor) -> torch.dtype:
+        """Return the dtype of the products for Ω (0) or Γ (1), given a call's outputs."""
+        own = self.layer.dtype
+        if not (self._rounded[side] and own == torch.float32):
+            return own
+        rows = outputs.numel() // (self.layer.groups * self.layer.factor_sizes()[1])
+        is_faster = rows <= MOST_ROUNDED_ROWS and multiplies_bfloat16(outputs.device)
+        return torch.bfloat16 if is_faster else own
 
     def backward(self, kept: list[tuple[Any, ...]], derivatives: Tensor, examples: int) -> None:
-        rows = self.layer.derivative_rows(derivatives.detach().to(self.layer.dtype))
+        dtype = self._product_dtype(1, derivatives)
+        rows = self.layer.derivative_rows(derivatives.detach().to(dtype))
         moment = row_moment(rows, homogeneous=False, diagonal=self.wide_derivative, fold=True)
         self.derivative = moment if self.derivative is None else self.derivative.add_(moment)
         if kept:
@@ -174,7 +224,7 @@ class FactorStatistics(LayerStatistics):
     def activation_sums(self, inputs: Tensor, outputs: Tensor) -> tuple[Any, ...]:
         """Return what one call adds to the statistics of activations: its part of Ω."""
         moment = activation_sum(self.layer, inputs, outputs, diagonal=self.wide_activation)
-        return (to_keep(moment),)
+        return (to_keep(moment.to(self.layer.dtype)),)
 
     def activation_moments(self, examples: int) -> tuple[Moment, ...]:
         """Return the moments of activations, from the sums over all calls."""

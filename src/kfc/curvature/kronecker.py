@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from kfc._helpers import at_least_float32
 from kfc.curvature.damped import DampedInverse, Form, invert_shifted
 from kfc.curvature.factor import (
     eigendecompose,
@@ -29,17 +31,18 @@ from kfc.curvature.factor import (
     scale_first,
     scale_first_row,
 )
-from kfc.curvature.low_rank import NARROWEST, floor_of, most_columns
+from kfc.curvature.low_rank import NARROWEST, most_columns, times_between
 from kfc.moments.folding import Shape, whole, width
 
-# Factors up to this width have explicit inverses, which products apply faster than solves do.
-SMALL = 1000
+# Factors up to this width, or up to this many times the width of the other factor, have explicit
+# inverses, which products apply faster than solves do.
+SMALL, FEW = 1000, 16
 
 
 class Factors(NamedTuple):
     """Ω and Γ of one layer, batched over groups.
 
-    Either may be a diagonal, (groups, size). Inverses take folded ones too.
+    Either may be a diagonal, (groups, size). Inverses take folded and rounded ones too.
     """
 
     activation: Tensor
@@ -125,6 +128,10 @@ class Inverse(ABC):
         """
         return None
 
+    def reordered(self, order: Tensor) -> Self | None:
+        """Return the inverse for gradients with reordered columns; ``None`` if that is costly."""
+        return None
+
     def averaged(self, moments: Tensor, decay: float) -> Self:
         """Return the inverse updated with moments that statistics measured for it."""
         return self
@@ -182,7 +189,7 @@ class FactoredInverse(KroneckerInverse):
     """Γ_damped⁻¹ V Ω_damped⁻¹ (eqn 11) from Cholesky decompositions or from leading eigenpairs.
 
     Wide factors are inverted by ``kfc.curvature.low_rank`` if a tolerance is given, the others by
-    Cholesky decompositions of the damped factors. A small factor, and one that is not larger than
+    Cholesky decompositions of the damped factors. A factor that is small, or not much larger than
     the other one, gets its explicit inverse, which takes longer to compute but less time to apply.
 
     If the bias has a damping of its own, Ω_damped = Ω + π √δ S², with the π of Ω̃ and Γ: the
@@ -195,11 +202,7 @@ class FactoredInverse(KroneckerInverse):
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
         self.activation, self.derivative = (
-            DampedInverse(
-                tensors[name],
-                Form(form),
-                floor_of(tensors[name]) if form == Form.LOW_RANK else None,
-            )
+            DampedInverse(tensors[name], Form(form))
             for name, form in zip(Factors._fields, tensors["forms"].tolist(), strict=True)
         )
 
@@ -208,7 +211,7 @@ class FactoredInverse(KroneckerInverse):
         cls, factors: Factors, damping: float, bias_ratio: float = 1.0, accuracy: Accuracy = EXACT
     ) -> Self:
         if bias_ratio != 1:
-            scaled = scale_first(whole(factors.activation), bias_ratio**-0.5)
+            scaled = scale_first(at_least_float32(whole(factors.activation)), bias_ratio**-0.5)
             factors = factors._replace(activation=scaled)
         tolerance, columns, previous = accuracy
         starts: tuple[DampedInverse | None, ...] = None, None
@@ -216,9 +219,9 @@ class FactoredInverse(KroneckerInverse):
             starts = previous.activation, previous.derivative
         shifts = damping_shifts(factors, damping)
         inverses = invert_shifted(factors, shifts, tolerance, columns, starts)
-        # The explicit inverse takes ⅔ n³ more multiply-adds, and each product n² per vector.
+        # The explicit inverse takes ⅔ n³ more multiply-adds, and applying it n² m either way.
         sizes = [width(factor) for factor in factors]
-        explicit = [n <= max(m, SMALL) for n, m in zip(sizes, reversed(sizes), strict=True)]
+        explicit = [n <= max(FEW * m, SMALL) for n, m in zip(sizes, reversed(sizes), strict=True)]
         inverses = [i.explicit() if e else i for i, e in zip(inverses, explicit, strict=True)]
         if bias_ratio != 1:
             inverses[0] = inverses[0].unscaled(bias_ratio**0.5)
@@ -243,8 +246,21 @@ class FactoredInverse(KroneckerInverse):
                 exact[name] = (*shape[:-1], columns)
         return {**exact, "forms": (2,)}
 
+    @cached_property
+    def _prepared(self) -> tuple[DampedInverse, DampedInverse]:
+        return self.activation.prepared(), self.derivative.prepared()
+
     def apply(self, gradient: Tensor) -> Tensor:
-        return self.derivative.times_(self.activation.after(gradient))
+        activation, derivative = self._prepared
+        if activation.cheap is not None and derivative.cheap is not None:
+            return times_between(derivative.cheap, gradient, activation.cheap)
+        return derivative.times_(activation.after(gradient))
+
+    def reordered(self, order: Tensor) -> Self | None:
+        activation = self.activation.reordered(order)
+        if activation is None:
+            return None
+        return type(self)({**self.tensors, "activation": activation.matrix})
 
 
 class EigenInverse(KroneckerInverse):

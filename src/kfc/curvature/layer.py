@@ -76,6 +76,10 @@ class LayerCurvature(ABC):
     def running_shapes(self) -> tuple[Shape, ...]:
         """Return the shapes of the running averages, for the parameters trained now."""
 
+    def may_be_rounded(self, inverse: Inverse | None) -> tuple[bool, ...]:
+        """Return whether each running average may be kept in bfloat16, given the inverse in use."""
+        return (False,) * len(self.running_shapes())
+
     def measured_shapes(self) -> tuple[Shape, ...]:
         """Return the shapes of what statistics measure for an inverse, beside the averages."""
         return ()
@@ -193,7 +197,8 @@ class LayerCurvature(ABC):
     def average_in_(self, means: tuple[Tensor, ...], decay: float) -> None:
         """Update the running averages (eqn 33); the first statistics set them.
 
-        The new averages take the memory of ``means``; the old ones stay as they were.
+        The new averages take the memory of ``means``, unless they are rounded to bfloat16; the old
+        ones stay as they were.
         """
         state = self.state
         if state.roles != self.trained_roles():
@@ -206,6 +211,10 @@ class LayerCurvature(ABC):
         if state.running is not None:
             for old, new in zip(state.running, running, strict=True):
                 torch.lerp(old.to(new.dtype), new, 1 - decay, out=new)
+        running = tuple(
+            average.bfloat16() if may_be_rounded else average
+            for average, may_be_rounded in zip(running, self.may_be_rounded(inverse), strict=True)
+        )
         self.state = state._replace(running=running, inverse=inverse)
 
     # Inverses

@@ -25,8 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kfc.curvature.factor import eigendecompose, trace
-from kfc.moments.folding import times, width
+from kfc._helpers import at_least_float32, multiplies_bfloat16
+from kfc.curvature.factor import eigendecompose, mean_eigenvalue, trace
+from kfc.moments.folding import times, whole, width
 
 # Narrower factors have an exact inverse.
 NARROWEST = 256
@@ -42,6 +43,8 @@ LEAST_DAMPING = 0.1
 # Random columns that are added to those of the last refresh, to find new directions.
 FEWEST_NEW, NEW_SHARE = 16, 1 / 8
 PROBES = 8
+# Products are faster if r is a multiple of this.
+MULTIPLE = 8
 # r is chosen for this part of the tolerance, so that the next refresh can begin with its columns.
 MARGIN = 0.8
 
@@ -119,8 +122,11 @@ def low_rank_inverse(
         not limited further than by ``most_columns()``.
     """
     size = width(factor)
+    is_rounded = tolerates_rounding(factor, shift, tolerance)
+    matrix = for_products(factor, is_rounded=is_rounded)
     generator = torch.Generator().manual_seed(size)
-    columns = None if start is None else start[..., 1 : 1 + most].to(factor)
+    like = at_least_float32(factor.new_empty(len(factor), size, 0))
+    columns = None if start is None else start[..., 1 : 1 + most].to(like)
     count = most
     if columns is not None:
         known = columns.shape[-1]
@@ -128,10 +134,10 @@ def low_rank_inverse(
     while True:
         # Random columns alone need a second product to come close to the leading eigenvectors.
         passes = 2 if columns is None else 1
-        columns = _widened(columns, factor, count, generator)
+        columns = _widened(columns, like, count, generator)
         for _ in range(passes):
-            columns = torch.linalg.qr(times(factor, columns)).Q
-        found = _spectrum(factor, columns, generator)
+            columns = torch.linalg.qr(times(matrix, columns)).Q
+        found = _spectrum(matrix, trace(factor), columns, generator)
         levels, errors = found.levels_and_errors(shift)
         errors = errors.amax(0)
         if errors[-1] <= tolerance or count == most:
@@ -141,51 +147,117 @@ def low_rank_inverse(
     is_accurate = errors[-1] <= LARGEST_ERROR and (shift >= LEAST_DAMPING * others).all()
     if most >= most_columns(size) and not is_accurate:
         return None
-    rank = min(len(errors), 1 + int((errors > MARGIN * tolerance).sum()))
+    needed = 1 + int((errors > MARGIN * tolerance).sum())
+    rank = min(len(errors), -(-needed // MULTIPLE) * MULTIPLE)
     return _inverse(found, shift, levels[:, rank - 1 : rank], rank)
 
 
-def floor_of(inverse: Tensor) -> float | None:
-    """Return f of (f, P) if it is the same in all rows and groups; waits for the device."""
-    low, high = inverse[..., 0].aminmax()
-    return low.item() if low == high else None
+def tolerates_rounding(factor: Tensor, shift: Tensor, tolerance: float) -> bool:
+    """Return whether A may be rounded to bfloat16 for an inverse with this tolerance.
+
+    Rounding changes the entries by about 2⁻¹¹ of their size, independently, and the eigenvalues by
+    at most about 2⁻¹⁰ √n times the mean of A's diagonal. Relative to the damping, this must be
+    within the tolerance. Only float32 is rounded.
+    """
+    error = width(factor) ** 0.5 * 2**-10 * mean_eigenvalue(factor)
+    return factor.dtype != torch.float64 and bool((error <= tolerance * shift).all())
 
 
-def times_(inverse: Tensor, right: Tensor, floor: float | None = None) -> Tensor:
-    """Return (f I - P Pᵀ) V from (f, P), for V (groups, n, k), in the memory of V.
+def for_products(factor: Tensor, *, is_rounded: bool) -> Tensor:
+    """Return A as products with it are fastest: as a whole in bfloat16, or in float32 at least.
 
     Args:
-        floor: f, if it is known to be the same everywhere, which saves a pass over V.
+        is_rounded: whether A may be rounded.
     """
+    if is_rounded and multiplies_bfloat16(factor.device):
+        return whole(factor.bfloat16())
+    return at_least_float32(factor)
+
+
+class LowRank(NamedTuple):
+    """f I - P Pᵀ with a number f, ready to be applied.
+
+    Products are not rounded to bfloat16: gradients lie mostly in the directions of P, where f V and
+    P Pᵀ V nearly cancel.
+
+    Attributes:
+        floor: f.
+        columns: P, (groups, n, r).
+    """
+
+    floor: float
+    columns: Tensor
+
+    @classmethod
+    def of(cls, inverse: Tensor) -> LowRank | None:
+        """Return the inverse that is kept as (f, P); ``None`` if f is not the same everywhere.
+
+        This waits for the device.
+        """
+        low, high = inverse[..., 0].aminmax()
+        return cls(low.item(), inverse[..., 1:]) if low == high else None
+
+    def times(self, right: Tensor) -> Tensor:
+        """Return (f I - P Pᵀ) V of V (groups, n, k)."""
+        product = self.columns.mT @ right
+        return torch.baddbmm(right, self.columns, product, beta=self.floor, alpha=-1)
+
+    def after(self, left: Tensor) -> Tensor:
+        """Return V (f I - P Pᵀ) of V (groups, k, n)."""
+        product = left @ self.columns
+        return torch.baddbmm(left, product, self.columns.mT, beta=self.floor, alpha=-1)
+
+
+def times_between(left: LowRank, matrix: Tensor, right: LowRank) -> Tensor:
+    """Return (f I - P Pᵀ) V (g I - R Rᵀ) of V (groups, m, n), with one pass over V for the result.
+
+    It is f g V + (P Pᵀ V R - f V R) Rᵀ - g P Pᵀ V, and both products have a low rank.
+    """
+    coefficients = matrix @ right.columns  # V R
+    inner = left.columns @ (left.columns.mT @ coefficients) - left.floor * coefficients
+    columns = torch.cat([inner, -right.floor * left.columns], dim=-1)
+    rows = torch.cat([right.columns.mT, left.columns.mT @ matrix], dim=-2)
+    return torch.baddbmm(matrix, columns, rows, beta=left.floor * right.floor)
+
+
+def times_(inverse: Tensor, right: Tensor) -> Tensor:
+    """Return (f I - P Pᵀ) V from (f, P), for V (groups, n, k), in the memory of V."""
     columns = inverse[..., 1:]
     product = columns.mT @ right
-    if floor is not None:
-        return right.baddbmm_(columns, product, beta=floor, alpha=-1)
     return right.mul_(inverse[..., :1]).baddbmm_(columns, product, alpha=-1)
 
 
-def after(left: Tensor, inverse: Tensor, floor: float | None = None) -> Tensor:
-    """Return V (f I - P Pᵀ) from (f, P), for V (groups, k, n); ``floor`` as in ``times_()``."""
+def after(left: Tensor, inverse: Tensor) -> Tensor:
+    """Return V (f I - P Pᵀ) from (f, P), for V (groups, k, n)."""
     columns = inverse[..., 1:]
-    if floor is not None:
-        return torch.baddbmm(left, left @ columns, columns.mT, beta=floor, alpha=-1)
     return (left * inverse[..., :1].mT).baddbmm_(left @ columns, columns.mT, alpha=-1)
 
 
 def _widened(
-    columns: Tensor | None, factor: Tensor, count: int, generator: torch.Generator
+    columns: Tensor | None, like: Tensor, count: int, generator: torch.Generator
 ) -> Tensor:
-    """Return the columns with random ones added to them, (groups, n, count)."""
+    """Return the columns with random ones added to them, (groups, n, count).
+
+    Args:
+        like: (groups, n, ...), of which groups, n, dtype and device are used.
+    """
     known = 0 if columns is None else columns.shape[-1]
-    shape = (len(factor), width(factor), max(0, count - known))
-    new = torch.randn(shape, generator=generator, dtype=torch.float32).to(factor)
+    shape = (*like.shape[:2], max(0, count - known))
+    new = torch.randn(shape, generator=generator, dtype=torch.float32).to(like)
     return new if columns is None else torch.cat([columns, new], dim=-1)
 
 
-def _spectrum(factor: Tensor, columns: Tensor, generator: torch.Generator) -> Spectrum:
-    """Return the eigenpairs of A restricted to the span of orthonormal columns (groups, n, q)."""
-    noise = _widened(None, factor, PROBES, generator)
-    product, of_noise = times(factor, torch.cat([columns, noise], dim=-1)).split(
+def _spectrum(
+    matrix: Tensor, total: Tensor, columns: Tensor, generator: torch.Generator
+) -> Spectrum:
+    """Return the eigenpairs of A restricted to the span of orthonormal columns (groups, n, q).
+
+    Args:
+        matrix: what ``for_products()`` returns.
+        total: the trace of A, (groups,).
+    """
+    noise = _widened(None, columns, PROBES, generator)
+    product, of_noise = times(matrix, torch.cat([columns, noise], dim=-1)).split(
         [columns.shape[-1], PROBES], dim=-1
     )
     values, basis = eigendecompose(columns.mT @ product)
@@ -198,8 +270,8 @@ def _spectrum(factor: Tensor, columns: Tensor, generator: torch.Generator) -> Sp
         return probes - vectors @ (vectors.mT @ probes)
 
     once = outside(of_noise - images @ (vectors.mT @ noise))  # B times the noise
-    twice = outside(times(factor, once))
-    first = trace(factor) - values.sum(-1)
+    twice = outside(times(matrix, once))
+    first = total - values.sum(-1)
     moments = [(one * other).sum((-2, -1)) / PROBES for one, other in ((once, once), (once, twice))]
     traces = torch.stack([first, *moments], dim=-1).clamp_min(0)
     return Spectrum(values, vectors, residuals, traces)

@@ -28,6 +28,9 @@ class SUACurvature(KroneckerCurvature):
     def new_statistics(self, inverse: Inverse | None) -> LayerStatistics:
         return PixelStatistics(self.layer, self.are_wide())
 
+    def may_be_rounded(self, inverse: Inverse | None) -> tuple[bool, ...]:
+        return False, False, False
+
     def running_shapes(self) -> tuple[Shape, ...]:
         layer, (wide, _) = self.layer, self.are_wide()
         trained, columns = layer.trained(), layer.weight_to_matrix(layer.weight).shape[2]

@@ -165,22 +165,47 @@ class MatrixLayer(Layer):
     def weight_from_matrix(self, matrix: Tensor) -> Tensor:
         """Invert ``weight_to_matrix()``."""
 
-    def to_matrix(self, tensors: dict[str, Tensor]) -> Tensor:
-        """Return tensors shaped like the bias and the weight, by role, as (groups, I, n)."""
+    def is_channels_last(self, weight: Tensor) -> bool:
+        """Return whether the maps J come last in the memory of a tensor like the weight.
+
+        ``to_matrix()`` then need not copy it if the columns of the matrix have the same order.
+        """
+        return False
+
+    def channels_last_order(self) -> Tensor:
+        """Return the places of the columns of (bias, weight) in the order of channels_last."""
+        trained = self.trained_roles()
+        places = torch.arange(self.factor_sizes()[0], device=self.weight.device)
+        head, rest = places.tensor_split([int("bias" in trained)])
+        return torch.cat([head, rest.reshape(-1, self.offsets).mT.flatten()])
+
+    def to_matrix(self, tensors: dict[str, Tensor], *, channels_last: bool = False) -> Tensor:
+        """Return tensors shaped like the bias and the weight, by role, as (groups, I, n).
+
+        Args:
+            channels_last: return columns in the order of ``channels_last_order()``.
+        """
         parts = []
         if "bias" in tensors:
             parts.append(tensors["bias"].reshape(self.groups, -1, 1))
         if "weight" in tensors:
-            parts.append(self.weight_to_matrix(tensors["weight"]))
+            weight = tensors["weight"]
+            if channels_last:
+                parts.append(weight.movedim(1, -1).reshape(self.groups, -1, weight[0].numel()))
+            else:
+                parts.append(self.weight_to_matrix(weight))
         return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 
-    def from_matrix(self, matrix: Tensor) -> dict[str, Tensor]:
+    def from_matrix(self, matrix: Tensor, *, channels_last: bool = False) -> dict[str, Tensor]:
         """Invert ``to_matrix()`` for the trained parameters."""
         trained, result = self.trained(), {}
         if "bias" in trained:
             result["bias"] = matrix[:, :, 0].reshape(-1)
             matrix = matrix[:, :, 1:]
-        if "weight" in trained:
+        if "weight" in trained and channels_last:
+            shape = self.weight.movedim(1, -1).shape
+            result["weight"] = matrix.reshape(shape).movedim(-1, 1)
+        elif "weight" in trained:
             result["weight"] = self.weight_from_matrix(matrix)
         return result
 

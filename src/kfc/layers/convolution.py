@@ -83,6 +83,9 @@ class ConvolutionLayer(MatrixLayer):
     def weight_from_matrix(self, matrix: Tensor) -> Tensor:
         return matrix.reshape(self.weight.shape)
 
+    def is_channels_last(self, weight: Tensor) -> bool:
+        return not weight.is_contiguous() and weight.movedim(1, -1).is_contiguous()
+
     def with_batch(self, maps: Tensor) -> Tensor:
         """Return maps with a batch dimension, which a single example may lack."""
         return maps if maps.dim() == self.dims + 2 else maps.unsqueeze(0)
@@ -117,6 +120,9 @@ class TransposedConvolutionLayer(ConvolutionLayer):
             locations = outputs.shape[axis - self.dims]
             padding += [before, locations + extent - before - sizes[axis]]
         return F.pad(stuffed, padding)
+
+    def is_channels_last(self, weight: Tensor) -> bool:
+        return False  # the rows of the matrix are not rows of the weight
 
     def weight_to_matrix(self, weight: Tensor) -> Tensor:
         # (groups · J, I, *D) -> (groups, I, J · |D|)

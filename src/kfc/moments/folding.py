@@ -103,11 +103,20 @@ def fold(matrices: Tensor) -> Tensor:
 
 
 def folded_gram(rows: Tensor) -> Tensor:
-    """Return rowsᵀ rows, folded, of rows (groups, R, n)."""
+    """Return rowsᵀ rows, folded and in float32 at least, of rows (groups, R, n).
+
+    Products have the dtype of the rows.
+    """
     shape = len(rows), *folded_shape(rows.shape[-1])
-    folded = rows.new_zeros(shape) if rows.shape[-1] % STRIPS else rows.new_empty(shape)
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    fresh = rows.new_zeros if rows.shape[-1] % STRIPS else rows.new_empty
+    folded = fresh(shape, dtype=dtype)
     for start, stop, entries in strips(folded):
-        entries.baddbmm_(rows[..., start:stop].mT, rows[..., :stop], beta=0)
+        left, right = rows[..., start:stop].mT, rows[..., :stop]
+        if rows.dtype == dtype:
+            entries.baddbmm_(left, right, beta=0)
+        else:
+            entries.copy_(left @ right)
         entries[..., start:] = mirrored(entries[..., start:])
     return folded
 
@@ -122,9 +131,12 @@ def unfold(folded: Tensor) -> Tensor:
 
 
 def times(matrices: Tensor, right: Tensor) -> Tensor:
-    """Return symmetric matrices (groups, n, n), which may be folded, times (groups, n, k)."""
+    """Return symmetric matrices (groups, n, n), which may be folded, times (groups, n, k).
+
+    Matrices that are not folded may have another dtype, in which they are multiplied.
+    """
     if not is_folded(matrices):
-        return matrices @ right
+        return (matrices @ right.to(matrices.dtype)).to(right.dtype)
     result = torch.zeros_like(right)
     for start, stop, entries in strips(matrices):
         result[:, start:stop].baddbmm_(entries, right[:, :stop])

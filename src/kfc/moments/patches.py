@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfc._helpers import require_choice, require_whole
+from kfc._helpers import at_least_float32, require_choice, require_whole
 from kfc.moments.correlation import (
     Axis,
     coarse_axis,
@@ -173,7 +173,7 @@ def second_moment(
         inputs.dim() - 2, kernel_size, stride, padding, dilation, groups, padding_mode
     )
     with torch.autocast(inputs.device.type, enabled=False):
-        total = window_moment(inputs, window, homogeneous=bias, diagonal=False)
+        total = window_moment(at_least_float32(inputs), window, homogeneous=bias, diagonal=False)
     total = total / inputs.shape[0]
     return total[0] if groups == 1 else total
 
@@ -192,11 +192,11 @@ def window_moment(
     Returns:
         (groups, n, n), or (groups, n) if ``diagonal``.
     """
-    inputs = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
     if not diagonal and correlation_pays(inputs, window):
-        moment, accurate = moment_by_correlation(inputs, window)
+        precise = at_least_float32(inputs)
+        moment, accurate = moment_by_correlation(precise, window)
         if accurate:
-            total = _with_first_moment(moment, inputs, window) if homogeneous else moment
+            total = _with_first_moment(moment, precise, window) if homogeneous else moment
             whole = window.in_kernel_order(total, [1, 2])
             return to_keep(whole) if fold else whole
     chunks = (window.in_kernel_order(rows, [2]) for rows in patch_chunks(inputs, window))
@@ -213,7 +213,8 @@ def correlation_pays(inputs: Tensor, window: Window) -> bool:
     width = channels * prod(window.kernel_size)
     size = inputs.shape[2:]
     # Patches are written once and read once.
-    by_patches = len(inputs) * prod(window.locations(size)) * width * (width + 2 * PASS)
+    by_patches = len(inputs) * prod(window.locations(size)) * width * (width + 2.0 * PASS)
+    by_patches *= inputs.element_size() / at_least_float32(inputs[:0]).element_size()
     phases = channels * prod(window.stride)
     by_correlation = patch_moment_cost(len(inputs), phases, window.axes(size))
     start = CORRELATION_START / window.groups
@@ -256,12 +257,15 @@ def _sum_over_examples(inputs: Tensor) -> Tensor:
 def row_moment(rows: Tensor, *, homogeneous: bool, diagonal: bool, fold: bool = False) -> Tensor:
     """Return Σ rowᵀ row for rows (groups, R, n), each with a leading 1 if ``homogeneous``.
 
+    The result has float32 at least. Only folded moments of rows in a narrower dtype are computed in
+    that dtype.
+
     Args:
         fold: return a wide moment folded, see ``kfc.moments.folding``.
     """
-    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     if fold and not diagonal and rows.shape[-1] + homogeneous >= NARROWEST:
         return folded_gram(F.pad(rows, (1, 0), value=1) if homogeneous else rows)
+    rows = at_least_float32(rows)
     moment = rows.square().sum(1) if diagonal else gram(rows)
     if not homogeneous:
         return moment

@@ -14,7 +14,7 @@ from torch import Tensor
 from kfc._helpers import require_keys, require_number, require_whole
 from kfc.curvature.kfc import KroneckerCurvature
 from kfc.curvature.layer import Columns, LayerCurvature
-from kfc.curvature.low_rank import NARROWEST, most_columns
+from kfc.curvature.low_rank import MULTIPLE, NARROWEST, most_columns
 from kfc.curvature.model import ModelCurvature
 from kfc.curvature.statistics import BatchStatistics
 from kfc.distributed.inverses import layer_size
@@ -46,8 +46,6 @@ LEAST_SHARE = 0.5
 MOST_SAVED = 5.0
 # The share of the overhead for applying exact inverses of wide factors.
 EXACT_SHARE = 0.1
-# The fewest eigenpairs of an inverse of low rank, however little they may cost.
-FEWEST_COLUMNS = 8
 
 
 class Costs(NamedTuple):
@@ -172,8 +170,8 @@ def columns_within(
     left = LEAST_SHARE * overhead * plain
     unit = sum(each.low_rank(math.sqrt(each.size)) for each in wide)
     for layer, side, size, _ in wide:
-        most = round(left / unit * math.sqrt(size))
-        found[layer][side] = max(FEWEST_COLUMNS, min(most_columns(size), most))
+        most = min(most_columns(size), round(left / unit * math.sqrt(size)))
+        found[layer][side] = max(1, round(most / MULTIPLE)) * MULTIPLE
     return {name: (first, second) for name, (first, second) in found.items()}
 
 
