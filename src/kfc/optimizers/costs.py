@@ -39,9 +39,10 @@ HANDICAP = 2.0
 # entry of a gradient.
 AVERAGING, MOVING = 150.0, 100.0
 # Step t may spend 1 + EARLY / t times the overhead.
-EARLY = 4.0
-# The least share of the overhead that is left for refreshes, whatever natural gradients cost.
-LEAST_SHARE = 0.5
+EARLY = 8.0
+# The least share of the overhead that is left for refreshes, whatever natural gradients cost, and
+# the least for the ranks of inverses.
+LEAST_SHARE, LEAST_RANK_SHARE = 0.3, 0.2
 # The largest amount that is saved for later steps, in forward and backward passes.
 MOST_SAVED = 5.0
 # The share of the overhead for applying exact inverses of wide factors.
@@ -159,7 +160,8 @@ def columns_within(
     """Return the largest ranks of the inverses of wide factors; 0 for exact inverses.
 
     Inverses are exact in the order of their costs, up to a tenth of the overhead. The others may
-    have ranks in proportion to √n, so that all of them cost at most half of the overhead.
+    have ranks in proportion to √n, so that refreshes, moving gradients and applying these inverses
+    fit into the overhead.
     """
     plain = counted_costs(curvature, work).plain
     wide = sorted(_wide_factors(curvature, work), key=lambda each: each.exact)
@@ -167,12 +169,19 @@ def columns_within(
     left = EXACT_SHARE * overhead * plain
     while wide and wide[0].exact <= left:
         left -= wide.pop(0).exact
-    left = LEAST_SHARE * overhead * plain
+    left = (1 - LEAST_SHARE - EXACT_SHARE) * overhead * plain - _moving(curvature, work)
+    left = max(left, LEAST_RANK_SHARE * overhead * plain)
     unit = sum(each.low_rank(math.sqrt(each.size)) for each in wide)
     for layer, side, size, _ in wide:
         most = min(most_columns(size), round(left / unit * math.sqrt(size)))
         found[layer][side] = max(1, round(most / MULTIPLE)) * MULTIPLE
     return {name: (first, second) for name, (first, second) in found.items()}
+
+
+def _moving(curvature: ModelCurvature, work: Mapping[str, Work]) -> float:
+    """Return the multiply-adds in the time that it takes to move all gradients."""
+    sizes = (curvature.layers[name].layer.weight.numel() for name in work)
+    return MOVING * sum(sizes)
 
 
 def _wide_factors(curvature: ModelCurvature, work: Mapping[str, Work]) -> Iterator[WideFactor]:
@@ -241,7 +250,7 @@ class Allowance:
 
     Let S, I and N be the costs of refreshing statistics and inverses once and of a natural
     gradient, in forward and backward passes. Step t earns (overhead - N) (1 + 4 / t) / (S + I)
-    refreshes of each kind: more at the start, because curvature changes fastest then. At least half
+    refreshes of each kind: more at the start, because curvature changes fastest then. At least 0.3
     of the overhead is left for refreshes. A refresh is on credit: the next one has to wait until it
     is paid. What is not used is saved, up to five passes.
 
