@@ -211,11 +211,15 @@ class LayerCurvature(ABC):
         if state.running is not None:
             for old, new in zip(state.running, running, strict=True):
                 torch.lerp(old.to(new.dtype), new, 1 - decay, out=new)
-        running = tuple(
-            average.bfloat16() if may_be_rounded else average
-            for average, may_be_rounded in zip(running, self.may_be_rounded(inverse), strict=True)
-        )
-        self.state = state._replace(running=running, inverse=inverse)
+        self.state = state._replace(running=self._rounded(running, inverse), inverse=inverse)
+
+    def _rounded(
+        self, running: tuple[Tensor, ...], inverse: Inverse | None
+    ) -> tuple[Tensor, ...]:
+        """Return averages in bfloat16 where the inverse in use allows it."""
+        may_be_rounded = self.may_be_rounded(inverse)
+        pairs = zip(running, may_be_rounded, strict=True)
+        return tuple(average.bfloat16() if rounds else average for average, rounds in pairs)
 
     # Inverses
 
@@ -230,7 +234,8 @@ class LayerCurvature(ABC):
         inverse = self._at_home(inverse)
         if self.state.inverse is not None:
             inverse = inverse.continuing(self.state.inverse)
-        self.state = self.state._replace(inverse=inverse, damping=damping)
+        running = self.state.running and self._rounded(self.state.running, inverse)
+        self.state = self.state._replace(running=running, inverse=inverse, damping=damping)
 
     def _at_home(self, inverse: Inverse) -> Inverse:
         home = self.layer.weight.device
