@@ -26,7 +26,7 @@ from kfc.schedule import Budget, Periods, Schedule, longest
 from kfc.statistics.collector import Collector
 from kfc.statistics.hooks import ModelHooks
 
-STATE_VERSION = 10
+STATE_VERSION = 11
 STATE_KEYS = (
     *("steps", "skipped_steps", "generator", "losses", "expected", "replaces_guess"),
     *("budget", "allowance", "curvature", "inverses"),
