@@ -1,6 +1,6 @@
 """The curvature of a model, kept up to date from step to step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,6 +21,7 @@ from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.fisher.losses import Losses
 from kfc.layers import find_layers
 from kfc.optimizers.costs import Allowance, counted_costs, work_of
+from kfc.optimizers.groups import excluded_layers
 from kfc.optimizers.skipping import SkippedSteps
 from kfc.schedule import Budget, Periods, Schedule, longest
 from kfc.statistics.collector import Collector
@@ -42,6 +43,7 @@ class Engine:
     Args:
         norm_rate: the expected number of exact Fisher norms per step, for a budget.
         averaging_timescale: τ of the averaged parameters, which may determine ξ.
+        groups: the overrides of param groups, which may exclude layers.
 
     The other arguments are those of ``kfc.Preconditioner``.
 
@@ -66,6 +68,7 @@ class Engine:
         parallel: Parallel | None,
         norm_rate: float = 0.0,
         averaging_timescale: float | None = None,
+        groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         options = curvature.with_decay(averaging_timescale)
         _check_model(model)
@@ -87,7 +90,8 @@ class Engine:
         self.model = model
         plan = find_layers(model)
         reasons = {name: options.exclusion(layer) for name, layer in plan.layers.items()}
-        self.plan = plan.without({name: reason for name, reason in reasons.items() if reason})
+        excluded = {name: reason for name, reason in reasons.items() if reason}
+        self.plan = plan.without(excluded_layers(plan, groups) | excluded)
         self.device = next(model.parameters()).device
         self.schedule = Schedule(schedule, self.device, self.reducer.mean, norm_rate)
         overhead = schedule.overhead if isinstance(schedule, Periods) else None

@@ -90,6 +90,7 @@ class KFAC(CurvatureOptimizer):
             schedule=schedule,
             parallel=parallel,
             averaging_timescale=averaging_timescale,
+            groups=groups,
         )
         super().__init__(engine, defaults, groups, averaging_timescale)
         self.lr = lr

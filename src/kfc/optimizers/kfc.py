@@ -50,6 +50,7 @@ class KFC(CurvatureOptimizer):
         groups: options for some parameters, as ``{"prefix": "conv1", "lr": 1e-3}`` or
             ``{"prefix": "*.bias", "weight_decay": 0.0}``. A prefix is the name of a module or
             parameter, a pattern, or a list of these. The first that matches a parameter applies.
+            ``{"prefix": "*.qkv", "treatment": "plain"}`` excludes layers from the curvature.
         fallback_lr: the learning rate of parameters without a Fisher block, which follow their
             plain gradient; by default ``lr``.
 
@@ -100,6 +101,7 @@ class KFC(CurvatureOptimizer):
             parallel=parallel,
             norm_rate=0.0 if self._clip is None else self._clip.lowest_rate,
             averaging_timescale=averaging_timescale,
+            groups=groups,
         )
         super().__init__(engine, defaults, groups, averaging_timescale, fallback_lr)
 

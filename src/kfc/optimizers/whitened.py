@@ -132,6 +132,7 @@ class WhitenedAdam(CurvatureOptimizer):
             curvature=whitening,
             schedule=schedule,
             parallel=parallel,
+            groups=groups,
         )
         of_weight = ("damping", "betas", "eps")
         super().__init__(engine, defaults, groups, of_weight=of_weight)
