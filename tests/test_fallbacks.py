@@ -1,11 +1,15 @@
 """Layers without curvature: excluded by name, or for want of statistics."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import kfc
+from ranks import run_ranks
 
 
 class Attention(nn.Module):
@@ -119,3 +123,160 @@ def test_bad_treatments_are_refused_and_leave_no_hooks(groups, match):
     with pytest.raises(ValueError, match=match):
         kfc.KFC(model, groups=groups)
     assert not any(m._forward_hooks for m in model.modules())
+
+
+# Layers used functionally
+
+
+class Functional(nn.Module):
+    """A model that uses the weights of two layers in ways that hooks on modules do not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.hidden = nn.Linear(16, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = torch.conv2d(x, 2 * self.conv.weight, self.conv.bias)
+        return self.head(F.relu(x.flatten(1) @ self.hidden.weight.T + self.hidden.bias))
+
+
+PLAIN = {f"{layer}.{role}" for layer in ("conv", "hidden") for role in ("weight", "bias")}
+
+
+def images(examples: int = 8):
+    return torch.randn(examples, 1, 4, 4), torch.randint(3, (examples,))
+
+
+def differentiate(model, optimizer, data):
+    x, y = data
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("examples", [8, 96])  # in the user's own passes, and in a replay
+def test_layers_without_statistics_fall_back_once_with_one_warning(examples, recwarn):
+    model, data = Functional(), images(examples)
+    optimizer = kfc.KFC(model, lr=0.1, momentum=0.0, clip=None, fallback_lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for rate in (0.5, 0.25, 0.125):
+        differentiate(model, optimizer, data)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer.step()
+        scheduler.step()
+        for name in PLAIN:
+            own = model.get_parameter(name)
+            torch.testing.assert_close(own, before[name] - rate * own.grad)
+    (warned,) = [w for w in recwarn if "no statistics" in str(w.message)]
+    share = (4 * 10 + 8 * 17) / (4 * 10 + 8 * 17 + 3 * 9)
+    assert "'conv', 'hidden' have a gradient" in str(warned.message)
+    assert f"{share:.1%} of the weights" in str(warned.message)
+    assert described(optimizer, "plain gradient") == PLAIN
+    assert set(optimizer.factors) == {"head"}
+
+
+@pytest.mark.filterwarnings("ignore:.*no statistics")
+@pytest.mark.parametrize("kind", [kfc.KFC, kfc.KFAC, kfc.WhitenedAdam, kfc.Preconditioner])
+def test_a_run_with_layers_that_fell_back_resumes_bit_for_bit(kind, recwarn):
+    batches = [images() for _ in range(4)]
+
+    def steps(model, optimizer, some):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        for x, y in some:
+            if kind is kfc.KFAC:
+                optimizer.step(lambda x=x, y=y: F.cross_entropy(model(x), y))
+                continue
+            sgd.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if kind is kfc.Preconditioner:
+                sgd.step()
+
+    model = Functional()
+    optimizer = kind(model)
+    steps(model, optimizer, batches[:2])
+    resumed = Functional()
+    resumed.load_state_dict(model.state_dict())
+    other = kind(resumed)
+    other.load_state_dict(optimizer.state_dict())
+    recwarn.clear()
+    steps(model, optimizer, batches[2:])
+    steps(resumed, other, batches[2:])
+    assert not [w for w in recwarn if "no statistics" in str(w.message)]
+    for own, expected in zip(resumed.parameters(), model.parameters(), strict=True):
+        assert torch.equal(own, expected)
+
+
+@pytest.mark.parametrize("kind", [kfc.KFC, kfc.WhitenedAdam])
+def test_a_state_from_before_the_fallback_gives_layers_their_curvature_back(kind):
+    class Switched(Functional):
+        is_functional = False
+
+        def forward(self, x):
+            return (
+                super().forward(x) if self.is_functional else self.head(self.hidden(x.flatten(1)))
+            )
+
+    model, data = Switched(), images()
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    optimizer = kind(model)
+    differentiate(model, optimizer, data)
+    optimizer.step()
+    state = optimizer.state_dict()
+    model.requires_grad_(True)
+    model.is_functional = True
+    differentiate(model, optimizer, data)
+    with pytest.warns(UserWarning, match="'conv', 'hidden' have a gradient, but no statistics"):
+        optimizer.step()
+    model.is_functional = False
+    optimizer.load_state_dict(state)
+    differentiate(model, optimizer, data)
+    optimizer.step()
+    assert set(optimizer.activation_factors) == {"hidden", "head"}
+
+
+def test_a_model_without_any_usable_layer_is_trained_by_the_plain_gradient():
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(16, 3)
+
+        def forward(self, x):
+            return x.flatten(1) @ self.head.weight.T + self.head.bias
+
+    model, data = Bare(), images()
+    optimizer = kfc.KFC(model, lr=0.1)
+    losses = []
+    differentiate(model, optimizer, data)
+    with pytest.warns(UserWarning, match="100.0% of the weights"):
+        optimizer.step()
+    for _ in range(5):
+        losses.append(differentiate(model, optimizer, data).item())
+        optimizer.step()
+    assert losses == sorted(losses, reverse=True)
+
+
+def train_on_a_rank(rank: int):
+    torch.manual_seed(0)
+    model = Functional()
+    wrapped = DistributedDataParallel(model)
+    optimizer = kfc.KFC(wrapped, lr=0.1)
+    x, y = images(8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            differentiate(wrapped, optimizer, (x[4 * rank :][:4], y[4 * rank :][:4]))
+            optimizer.step()
+    count = sum("no statistics" in str(each.message) for each in caught)
+    return [p.detach().numpy() for p in model.parameters()], set(optimizer.factors), count
+
+
+def test_ranks_fall_back_together_and_one_of_them_warns():
+    first, second = run_ranks(train_on_a_rank, 2)
+    assert first[1] == second[1] == {"head"}
+    assert (first[2], second[2]) == (1, 0)
+    assert all((a == b).all() for a, b in zip(first[0], second[0], strict=True))

@@ -19,18 +19,18 @@ from kfc.distributed.sharding import refuse_sharded, refuse_sharding_wrapper
 from kfc.fisher.calls import without_autocast
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.fisher.losses import Losses
-from kfc.layers import find_layers
+from kfc.layers import Plan, find_layers
 from kfc.optimizers.costs import Allowance, counted_costs, work_of
+from kfc.optimizers.fallback import Fallback
 from kfc.optimizers.groups import excluded_layers
 from kfc.optimizers.skipping import SkippedSteps
 from kfc.schedule import Budget, Periods, Schedule, longest
 from kfc.statistics.collector import Collector
 from kfc.statistics.hooks import ModelHooks
 
-STATE_VERSION = 10
 STATE_KEYS = (
     *("steps", "skipped_steps", "generator", "losses", "expected", "replaces_guess"),
-    *("budget", "allowance", "curvature", "inverses"),
+    *("budget", "allowance", "curvature", "inverses", "without_statistics"),
 )
 
 
@@ -49,7 +49,7 @@ class Engine:
 
     Attributes:
         model: the model without its DDP wrapper.
-        plan: the layers of the model.
+        fallback: the layers that have lost their curvature for want of statistics.
         steps: the number of completed steps.
         in_doubt: a boolean scalar on the device that is true if the step in progress is bad;
             ``None`` if the step is known to be good.
@@ -91,12 +91,13 @@ class Engine:
         plan = find_layers(model)
         reasons = {name: options.exclusion(layer) for name, layer in plan.layers.items()}
         excluded = {name: reason for name, reason in reasons.items() if reason}
-        self.plan = plan.without(excluded_layers(plan, groups) | excluded)
+        plan = plan.without(excluded_layers(plan, groups) | excluded)
         self.device = next(model.parameters()).device
         self.schedule = Schedule(schedule, self.device, self.reducer.mean, norm_rate)
         overhead = schedule.overhead if isinstance(schedule, Periods) else None
         self.allowance = Allowance(overhead, quiet=self.reducer.rank > 0)
-        self.curvature = ModelCurvature(self.plan, options, self.reducer)
+        self.curvature = ModelCurvature(plan, options, self.reducer)
+        self.fallback = Fallback(plan, self.curvature, self.reducer)
         self.reducer.place(self.curvature.layers, longest(schedule.inverse or Periods().inverse))
         self.refresher = InverseRefresher(self.curvature, parallel, self.reducer)
         shared_seed = self.reducer.share(torch.initial_seed() if seed is None else seed)
@@ -109,8 +110,13 @@ class Engine:
         # Since the start, or since a state was loaded.
         self._is_first = True
         self._before: tuple[Any, Any] | None = None
-        self._hooks = ModelHooks(model, self.plan.layers, self.collector)
+        self._hooks = ModelHooks(model, plan.layers, self.collector)
         self._prepare_next()
+
+    @property
+    def plan(self) -> Plan:
+        """The layers of the model that have curvature, and why the others have none."""
+        return self.fallback.plan
 
     def close(self) -> None:
         """Remove every hook from the model and end the thread; the factors stay readable."""
@@ -166,11 +172,16 @@ class Engine:
             self.schedule.begin_measuring(clock.started, clock.spent)
             self.reducer.check_equal(self.model, gradients, self.steps + 1, first=self._is_first)
             self._is_first = False
+            lacking = self.curvature.layers_without_statistics()
+            missing = [name for name in lacking if name not in batch.moments]
+            if missing:
+                self.fallback.add(missing, gradients)
             return batch if self._is_good(gradients, batch, overflow, wait) else None
 
     def _require_statistics(self, gradients: Mapping[str, Tensor], batch: BatchStatistics) -> None:
         covered = any(name in self.plan.layer_of for name in gradients)
-        if batch.moments or not self.curvature.is_empty() or (gradients and not covered):
+        is_known = batch.moments or not self.curvature.is_empty()
+        if is_known or self.collector.observations or (gradients and not covered):
             return
         raise RuntimeError(
             "step() before any forward pass in training mode: there are no statistics yet. Call "
@@ -325,6 +336,7 @@ class Engine:
             "allowance": self.allowance.state_dict(),
             "curvature": self.curvature.state_dict(),
             "inverses": self.refresher.state_dict(),
+            "without_statistics": self.fallback.state_dict(),
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -339,6 +351,7 @@ class Engine:
         require_keys("state of the last step", state["expected"], self.collector.expected())
         self.curvature.check_state(state["curvature"])
         InverseRefresher.check_state(state["inverses"])
+        self.fallback.check_state(state["without_statistics"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; the model's own parameters are loaded separately."""
@@ -350,6 +363,7 @@ class Engine:
         self._replaces_guess = state["replaces_guess"]
         self.schedule.load_state_dict(state["budget"])
         self.allowance.load_state_dict(state["allowance"], self.curvature)
+        self.fallback.restore(state["without_statistics"])
         self.curvature.load_state_dict(state["curvature"])
         self.refresher.load_state_dict(state["inverses"])
         self.steps = state["steps"]
@@ -369,22 +383,3 @@ def _check_model(model: object) -> None:
         raise ValueError("the model has no parameters to train")
     refuse_sharding_wrapper(model)
     refuse_sharded(model.named_parameters())
-
-
-def versioned(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with the current version."""
-    return {"version": STATE_VERSION, **state}
-
-
-def check_version(state: object) -> None:
-    """Raise ``ValueError`` unless a state dict has the current version."""
-    if not isinstance(state, Mapping):
-        raise ValueError(f"the state dict must be a dict, got {type(state).__name__}")
-    found = state.get("version")
-    if found != STATE_VERSION:
-        saved = "has no version: it is incomplete, or was saved by another optimizer or by an older"
-        saved = saved if found is None else f"has version {found!r}: it was saved by a different"
-        raise ValueError(
-            f"the state dict {saved} version of kfc. This one loads version {STATE_VERSION} only; "
-            "start the optimizer without it"
-        )

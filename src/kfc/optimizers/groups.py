@@ -105,12 +105,14 @@ def build_groups(
             )
     groups = []
     for owner, plain in sorted(members, key=lambda key: (key[1], key[0])):
-        options = dict(defaults)
-        if plain and fallback_lr is not None:
-            options["lr"] = fallback_lr
-        if owner >= 0:
-            options.update({k: v for k, v in checked[owner].items() if k in defaults})
-        groups.append({"params": members[owner, plain], **options, "plain_gradient": plain})
+        override = checked[owner] if owner >= 0 else {}
+        options = {**defaults, **{k: v for k, v in override.items() if k in defaults}}
+        factor = 1.0  # of the rate of parameters that fall back to the plain gradient later
+        if fallback_lr is not None and "lr" not in override:
+            factor = fallback_lr / options["lr"] if options["lr"] else 1.0
+            options["lr"] = fallback_lr if plain else options["lr"]
+        extra = {"plain_gradient": plain, "fallback_factor": 1.0 if plain else factor}
+        groups.append({"params": members[owner, plain], **options, **extra})
     _require_shared(groups, plan, of_weight)
     return groups
 

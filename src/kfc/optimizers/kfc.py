@@ -16,11 +16,12 @@ from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.bound import LossBound, StepLimits, excess_loss, sum_of_products
 from kfc.optimizers.clipping import NormClip
-from kfc.optimizers.engine import Engine, check_version
+from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.norms import fisher_products
 from kfc.optimizers.options import FisherClip, resolve_clip
 from kfc.optimizers.steps import Scalar, StepScales, add_steps_, add_steps_on_device_
+from kfc.optimizers.versions import check_version
 from kfc.schedule import Budget, Periods
 
 Vector = dict[str, Tensor]
