@@ -260,6 +260,130 @@ def test_a_model_without_any_usable_layer_is_trained_by_the_plain_gradient():
     assert losses == sorted(losses, reverse=True)
 
 
+class Calls(nn.Module):
+    """A model that calls the modules of its layers, or the functions that they call."""
+
+    def __init__(self, *, functional: bool) -> None:
+        super().__init__()
+        self.functional = functional
+        self.conv = nn.Conv2d(1, 4, 3, stride=2, padding=1)
+        self.up = nn.ConvTranspose2d(4, 2, 2, stride=2, bias=False)
+        self.hidden = nn.Linear(32, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        if not self.functional:
+            x = self.up(F.relu_(self.conv(x))).flatten(1)
+            return self.head(F.relu_(self.hidden(x)))
+        x = F.conv2d(x, self.conv.weight, bias=self.conv.bias, stride=2, padding=(1, 1))
+        x = F.conv_transpose2d(F.relu_(x), self.up.weight, None, 2).flatten(1)
+        return self.head(F.relu_(F.linear(x, self.hidden.weight, self.hidden.bias)))
+
+
+@pytest.mark.parametrize("examples", [8, 96])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: kfc.KFC(model, seed=0),
+        lambda model: kfc.KFC(model, curvature=kfc.EKFAC(fisher="exact")),
+        lambda model: kfc.KFC(model, curvature=kfc.Kronecker(fisher="empirical")),
+        kfc.WhitenedAdam,
+    ],
+    ids=["sampled", "exact", "empirical", "whitened"],
+)
+def test_functions_called_with_parameters_of_a_layer_are_calls_of_the_layer(make, examples):
+    models = [Calls(functional=functional) for functional in (True, False)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [make(model) for model in models]
+    for _ in range(12):
+        data = images(examples)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            differentiate(model, optimizer, data)
+            optimizer.step()
+    assert set(optimizers[0].activation_factors) == {"conv", "up", "hidden", "head"}
+    for own, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(own, expected)
+
+
+def test_functional_layers_gather_statistics_after_resuming():
+    def factors(*, resume: bool):
+        torch.manual_seed(1)
+        model = Calls(functional=True)
+        options = {"schedule": kfc.Periods(1, 1), "seed": 0}
+        optimizer = kfc.KFC(model, **options)
+        for _ in range(3):
+            differentiate(model, optimizer, images())
+            optimizer.step()
+            if resume:
+                state = optimizer.state_dict()
+                optimizer.close()
+                optimizer = kfc.KFC(model, **options)
+                optimizer.load_state_dict(state)
+        return optimizer.factors["hidden"].activation
+
+    assert torch.equal(factors(resume=True), factors(resume=False))
+
+
+def test_module_and_functional_calls_of_a_layer_are_its_locations(double):
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.head = nn.Linear(16, 16), nn.Linear(16, 3)
+
+        def forward(self, x):
+            x = self.hidden(x.flatten(1)).tanh()
+            return self.head(F.linear(x, self.hidden.weight, self.hidden.bias))
+
+    model, (x, y) = Twice(), images()
+    optimizer = kfc.KFC(model)
+    for _ in range(2):
+        first = F.pad(x.flatten(1), (1, 0), value=1.0)
+        second = F.pad(model.hidden(x.flatten(1)).tanh(), (1, 0), value=1.0)
+        expected = (first.mT @ first + second.mT @ second).detach() / len(x)
+        differentiate(model, optimizer, (x, y))
+        optimizer.estimate_factors([x])
+        torch.testing.assert_close(optimizer.factors["hidden"].activation, expected)
+        differentiate(model, optimizer, (x, y))
+        optimizer.step()
+
+
+def test_functions_are_not_watched_after_the_forward_pass_even_if_it_failed():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(5, 2))
+    optimizer = kfc.KFC(model)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.randn(2, 4))
+    assert torch._C._len_torch_function_stack() == 0
+    model[1] = nn.Identity()
+    F.cross_entropy(model(torch.randn(2, 4)), torch.tensor([0, 2])).backward()
+    assert torch._C._len_torch_function_stack() == 0
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, conv: F.conv2d(x, conv.weight, conv.bias),  # another stride
+        lambda x, conv: F.conv2d(x, conv.weight, stride=2),  # without the bias
+        lambda x, conv: F.conv2d(x, conv.weight, conv.bias.clone(), stride=2),
+    ],
+)
+def test_functions_that_compute_something_else_are_no_calls_of_the_layer(call):
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(1, 2, 2, stride=2), nn.LazyLinear(3)
+
+        def forward(self, x):
+            return self.head(call(x, self.conv).flatten(1))
+
+    model, data = Other(), images()
+    model(data[0])
+    optimizer = kfc.KFC(model)
+    differentiate(model, optimizer, data)
+    with pytest.warns(UserWarning, match="'conv' has a gradient, but no statistics"):
+        optimizer.step()
+
+
 def train_on_a_rank(rank: int):
     torch.manual_seed(0)
     model = Functional()
