@@ -3,7 +3,8 @@
 ν = vᵀFv + λvᵀv costs a forward-mode pass over a part of the batch, which the host waits for. The
 same number under the approximate Fisher matrix, vᵀF̂v = α² ∇hᵀF̂⁻¹∇h, costs one inner product. Their
 ratio changes slowly, so that a few exact values tell when ν is far below the limit. In between, an
-update that may exceed the limit is shortened by the estimate.
+update that may exceed the limit is shortened by the estimate, and so is every update if the model
+has an operation with which ν cannot be computed.
 """
 
 import math
@@ -37,6 +38,7 @@ class ClipState:
         age: the number of steps since ν was last computed.
         gap: the number of steps between computations of ν.
         ratios: recent ratios of ν to its estimate.
+        is_exact: whether ν can be computed; otherwise only the estimate limits updates.
     """
 
     norm: float = math.nan
@@ -47,6 +49,7 @@ class ClipState:
     age: int = 0
     gap: int = 1
     ratios: tuple[float, ...] = ()
+    is_exact: bool = True
 
 
 class NormClip:
@@ -67,9 +70,15 @@ class NormClip:
     def is_due(self) -> bool:
         """Return whether ν must be computed for the coming update."""
         state = self._state
+        if not state.is_exact:
+            return False
         if self.period is not None:
             return state.age + 1 >= self.period or not state.evaluations
         return state.age + 1 >= state.gap or not state.ratios
+
+    def estimate_only(self) -> None:
+        """Limit updates by the estimate from now on, because ν cannot be computed."""
+        self._state = replace(self._state, is_exact=False)
 
     def shorten(self, estimate: Tensor, norm: Tensor) -> float | None:
         """Return the factor of an update whose ν was computed; ``None`` if ν is not finite.
@@ -92,10 +101,10 @@ class NormClip:
             estimate: vᵀF̂v, a number or a scalar on the device; the factor is the same.
         """
         state = replace(self._state, age=self._state.age + 1)
-        if self.period is not None:
+        if self.period is not None and state.is_exact:
             self._state = replace(state, factor=1.0)
             return 1.0
-        ratio = MARGIN * max(state.ratios)
+        ratio = MARGIN * max(state.ratios, default=1.0)
         # Rounding can make the estimate of a gradient without curvature negative.
         if not isinstance(estimate, Tensor):
             expected = ratio * max(estimate, 0.0)

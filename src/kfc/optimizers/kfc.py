@@ -1,6 +1,7 @@
 """Algorithm 1: KFC as a preconditioner for stochastic gradient descent ("KFC-pre")."""
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
@@ -13,6 +14,7 @@ from kfc.curvature.damping import Damping
 from kfc.curvature.options import CurvatureChoice, resolve_curvature
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
+from kfc.fisher.products import ProductError
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.bound import LossBound, StepLimits, excess_loss, sum_of_products
 from kfc.optimizers.clipping import NormClip
@@ -203,10 +205,11 @@ class KFC(CurvatureOptimizer):
         wide, home = reduce(torch.promote_types, (p.dtype for p in parts)), parts[0].device
         return torch.stack([moved(part, home).to(wide) for part in parts]).sum()
 
-    def _fisher_norms(self, update: Vector) -> Tensor:
+    def _fisher_norms(self, update: Vector) -> Tensor | None:
         """Return xᵀFy + λxᵀy of v and of μm, (2, 2), with the exact F on a part of the step.
 
-        μm is left out if the step is v, or if only v is limited.
+        μm is left out if the step is v, or if only v is limited. ``None`` if the products cannot be
+        computed for this model.
 
         Args:
             update: F̂⁻¹∇h.
@@ -222,7 +225,15 @@ class KFC(CurvatureOptimizer):
         scales = torch.tensor([scale for scale, _ in pairs], dtype=torch.float64)
         vectors = [vector for _, vector in pairs]
         with self.engine.schedule.timed("clip"):
-            norms = fisher_products(self.engine, vectors, self._clip.fraction)
+            try:
+                norms = fisher_products(self.engine, vectors, self._clip.fraction)
+            except ProductError as error:
+                self._clip.estimate_only()
+                warnings.warn(
+                    f"{error}. The clip limits the estimated norm vᵀF̂v instead of ν",
+                    stacklevel=2,
+                )
+                return None
             for group, _, names in self._by_group(update):
                 if group["weight_decay"]:
                     flat = [[vector[name] for name in names] for vector in vectors]
