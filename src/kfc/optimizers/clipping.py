@@ -8,6 +8,7 @@ has an operation with which ν cannot be computed.
 """
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -23,6 +24,8 @@ MARGIN = 2.0
 MEMORY = 5
 # The largest number of steps between exact values.
 LONGEST_GAP = 32
+# Updates with a factor below FROZEN hardly move the parameters; so many in a row are reported.
+FROZEN, PATIENCE = 1e-2, 10
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class ClipState:
         age: the number of steps since ν was last computed.
         gap: the number of steps between computations of ν.
         ratios: recent ratios of ν to its estimate.
+        low: the number of consecutive updates, up to the last one, with a factor below 0.01.
         is_exact: whether ν can be computed; otherwise only the estimate limits updates.
     """
 
@@ -49,6 +53,7 @@ class ClipState:
     age: int = 0
     gap: int = 1
     ratios: tuple[float, ...] = ()
+    low: int = 0
     is_exact: bool = True
 
 
@@ -60,6 +65,7 @@ class NormClip:
         self.limit = options.limit
         self.fraction = options.fraction
         self.period = options.period
+        self._warned = False
         self._state = ClipState()
 
     @property
@@ -92,7 +98,31 @@ class NormClip:
             return None
         factor = (self.limit / exact) ** 0.5 if exact > self.limit else 1.0
         self._state = replace(self._learned(estimate.item(), exact), factor=factor)
+        self._count_low(factor)
         return factor
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the last updates were all shortened so much that training stands still."""
+        return self._state.low >= PATIENCE
+
+    def _count_low(self, factor: float) -> None:
+        low = self._state.low + 1 if factor < FROZEN else 0
+        self._state = replace(self._state, low=low)
+        if low == PATIENCE and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the clip has shortened the last {PATIENCE} updates to less than {FROZEN:.0%}: "
+                f"the Fisher norm of updates is {self.limit / factor**2:.2g}, and its limit is "
+                f"{self.limit:g}. Batch normalisation over few examples is a frequent cause. Use "
+                "larger batches, a smaller lr or a larger damping; or limit updates by the loss "
+                "bound alone, clip=kfc.FisherClip(None)",
+                stacklevel=2,
+            )
+
+    def lengthen(self, factor: float) -> None:
+        """Record the factor of an update that was not shortened as much as ν asks for."""
+        self._state = replace(self._state, factor=factor)
 
     def guard(self, estimate: float | Tensor) -> float | Tensor:
         """Return the factor of an update whose ν was not computed.
@@ -110,6 +140,7 @@ class NormClip:
             expected = ratio * max(estimate, 0.0)
             known = math.sqrt(self.limit / expected) if expected > self.limit else 1.0
             self._state = replace(state, guards=state.guards + (known < 1), factor=known)
+            self._count_low(known)
             return known
         factor = (self.limit / (ratio * estimate.clamp_min(0))).clamp(max=1).sqrt()
         guarded, before = (factor < 1).long(), state.guards

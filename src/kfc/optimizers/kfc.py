@@ -16,8 +16,8 @@ from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.fisher.products import ProductError
 from kfc.optimizers.base import CurvatureOptimizer
-from kfc.optimizers.bound import LossBound, StepLimits, excess_loss, sum_of_products
-from kfc.optimizers.clipping import NormClip
+from kfc.optimizers.bound import LossBound, StepLimits, excess_loss, least_factor, sum_of_products
+from kfc.optimizers.clipping import FROZEN, NormClip
 from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.norms import fisher_products
@@ -135,7 +135,7 @@ class KFC(CurvatureOptimizer):
         factor = self._clip_factor(products, norms)  # √(C/ν) if ν = vᵀFv + λvᵀv > C; v = -α F̂⁻¹∇h
         if factor is None:
             return loss  # ν is not finite: the step is skipped
-        limits = self._limits(gradients, products, factor, loss)  # m not uphill; -∇hᵀm ≤ κE
+        factor, limits = self._limits(gradients, products, factor, loss)  # m downhill; -∇hᵀm ≤ κE
         scales = self._scales(factor, limits, norms)  # ν of the whole step ≤ C
         self._move_(update, scales)  # m ← μm + √(C/ν) v; θ ← θ + m
         self._update_averages(engine.in_doubt)  # θ̄ ← ζθ̄ + (1 - ζ)θ, ζ = exp(-1/τ)
@@ -279,15 +279,19 @@ class KFC(CurvatureOptimizer):
             assert self._clip is not None
             norm = float(scales @ norms @ scales)
             if not norm <= self._clip.limit:
-                scales = scales * (math.sqrt(self._clip.limit / norm) if norm == norm else 0.0)
+                shrinkage = math.sqrt(self._clip.limit / norm) if norm == norm else 0.0
+                if self._clip.is_frozen and norm == norm:
+                    decrease, limit = float(limits.decrease * limits.step), float(limits.limit)
+                    shrinkage = max(shrinkage, least_factor(decrease, limit))
+                scales = scales * shrinkage
         return StepScales(*scales.tolist())
 
     # Momentum and parameters
 
     def _limits(
         self, gradients: Vector, products: Vector, factor: Scalar, loss: Any
-    ) -> StepLimits | None:
-        """Return the factors of the step m = μ m_old + v by the loss bound; ``None``: no bound.
+    ) -> tuple[Scalar, StepLimits | None]:
+        """Return the factor of v, and those of m = μ m_old + v by the loss bound, if there is one.
 
         Args:
             gradients: gradients of the loss.
@@ -297,7 +301,7 @@ class KFC(CurvatureOptimizer):
         """
         with self.engine.schedule.timed("update"), self.engine.full_precision():
             if self._bound is None or not products:
-                return None
+                return factor, None
             excess = excess_loss(self.engine, loss if isinstance(loss, Tensor) else None)
             old, new = torch.zeros_like(excess), torch.zeros_like(excess)
             for group, parameters, names in self._by_group(gradients):
@@ -316,7 +320,10 @@ class KFC(CurvatureOptimizer):
                     old = old + momentum * moved(slope, old.device)
             if isinstance(factor, Tensor):
                 factor = moved(factor, new.device)
-            return self._bound.limit(old, factor * new, excess)
+            elif self._clip is not None and self._clip.is_frozen:  # v still lowers h by κE/100
+                factor = max(factor, min(FROZEN, self._bound.least_factor(-new, excess)))
+                self._clip.lengthen(factor)
+            return factor, self._bound.limit(old, factor * new, excess)
 
     def _momentum_buffers(self, parameters: list[Tensor]) -> list[Tensor]:
         for parameter in parameters:
