@@ -24,6 +24,7 @@ from kfc.optimizers.costs import Allowance, counted_costs, work_of
 from kfc.optimizers.fallback import Fallback
 from kfc.optimizers.groups import excluded_layers
 from kfc.optimizers.skipping import SkippedSteps
+from kfc.optimizers.startup import log_start
 from kfc.schedule import Budget, Periods, Schedule, longest
 from kfc.statistics.collector import Collector
 from kfc.statistics.hooks import ModelHooks
@@ -273,6 +274,8 @@ class Engine:
         self.schedule.end_measuring(self.steps + 1)
         refreshed = self._statistics_are_due(), self._inverses_are_due()
         self.allowance.end_step(self.steps + 1, *refreshed)
+        if self.steps == 0:
+            log_start(self)
         self.steps += 1
         self._prepare_next()
 
