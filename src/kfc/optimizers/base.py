@@ -72,6 +72,16 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         super().__init__(param_groups, defaults)
         self._complete = True
         self._names = {parameter: name for name, parameter in self.model.named_parameters()}
+        engine.members.listen(self._replace)
+
+    def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Train a new parameter instead of an old one, whose state is dropped."""
+        for group in self.param_groups:
+            group["params"] = [
+                new if parameter is old else parameter for parameter in group["params"]
+            ]
+        self.state.pop(old, None)
+        self._names = {new if each is old else each: name for each, name in self._names.items()}
 
     @property
     def diagnostics(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from kfc.curvature.statistics import BatchStatistics
 from kfc.distributed.asynchronous import InverseRefresher
 from kfc.distributed.options import Parallel
 from kfc.distributed.ranked import make_reducer
-from kfc.distributed.sharding import refuse_sharded, refuse_sharding_wrapper
+from kfc.distributed.sharding import refuse_sharded
 from kfc.fisher.calls import without_autocast
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.fisher.losses import Losses
@@ -23,6 +23,7 @@ from kfc.layers import Plan, find_layers
 from kfc.optimizers.costs import Allowance, counted_costs, work_of
 from kfc.optimizers.fallback import Fallback
 from kfc.optimizers.groups import excluded_layers
+from kfc.optimizers.members import Members, check_model
 from kfc.optimizers.skipping import SkippedSteps
 from kfc.optimizers.startup import log_start
 from kfc.schedule import Budget, Periods, Schedule, longest
@@ -50,6 +51,7 @@ class Engine:
 
     Attributes:
         model: the model without its DDP wrapper.
+        members: the parameters of the model.
         fallback: the layers that have lost their curvature for want of statistics.
         steps: the number of completed steps.
         in_doubt: a boolean scalar on the device that is true if the step in progress is bad;
@@ -72,7 +74,7 @@ class Engine:
         groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         options = curvature.with_decay(averaging_timescale)
-        _check_model(model)
+        check_model(model)
         if seed is not None:
             require_whole("seed", seed, low=None)
             if options.fisher != "sampled":
@@ -111,6 +113,9 @@ class Engine:
         # Since the start, or since a state was loaded.
         self._is_first = True
         self._before: tuple[Any, Any] | None = None
+        self.members = Members(model, plan)
+        # The layers that were replaced since the last step: their forward pass was not seen.
+        self._replaced: set[str] = set()
         self._hooks = ModelHooks(model, plan.layers, self.collector)
         self._prepare_next()
 
@@ -127,6 +132,7 @@ class Engine:
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the trained parameters that have one, by name."""
         found: dict[str, Tensor] = {}
+        replaced: dict[str, nn.Parameter] = {}
         parameters = list(self.model.named_parameters())
         refuse_sharded(parameters)
         for name, parameter in parameters:
@@ -136,7 +142,13 @@ class Engine:
                 raise ValueError(
                     f"the gradient of {name!r} is sparse; build its layer with sparse=False"
                 )
+            if not self.members.is_known(name, parameter):
+                replaced[name] = parameter
             found[name] = parameter.grad
+        if replaced and self._hooks.close.alive:
+            self._replaced = self.members.take_up(replaced)
+            self._hooks.close()
+            self._hooks = ModelHooks(self.model, self.members.plan.layers, self.collector)
         return found
 
     # A step
@@ -176,7 +188,7 @@ class Engine:
             lacking = self.curvature.layers_without_statistics()
             missing = [name for name in lacking if name not in batch.moments]
             if missing:
-                self.fallback.add(missing, gradients)
+                self.fallback.add(missing, gradients, for_now=self._replaced)
             return batch if self._is_good(gradients, batch, overflow, wait) else None
 
     def _require_statistics(self, gradients: Mapping[str, Tensor], batch: BatchStatistics) -> None:
@@ -274,6 +286,9 @@ class Engine:
         self.schedule.end_measuring(self.steps + 1)
         refreshed = self._statistics_are_due(), self._inverses_are_due()
         self.allowance.end_step(self.steps + 1, *refreshed)
+        if self._replaced:
+            self.fallback.end_step()
+            self._replaced = set()
         if self.steps == 0:
             log_start(self)
         self.steps += 1
@@ -377,12 +392,3 @@ class Engine:
 def is_asynchronous(device: torch.device) -> bool:
     """Return whether the host has to wait for the results of a device."""
     return device.type != "cpu"
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if next(model.parameters(), None) is None:
-        raise ValueError("the model has no parameters to train")
-    refuse_sharding_wrapper(model)
-    refuse_sharded(model.named_parameters())

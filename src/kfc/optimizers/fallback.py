@@ -29,21 +29,32 @@ class Fallback:
         self._whole = self.plan = plan
         self._curvature, self._reducer = curvature, reducer
         self._layers: list[str] = []
+        self._for_now: list[str] = []
         self.parameters: set[str] = set()
 
-    def add(self, missing: Sequence[str], gradients: Mapping[str, Tensor]) -> None:
+    def add(
+        self, missing: Sequence[str], gradients: Mapping[str, Tensor], for_now: Collection[str]
+    ) -> None:
         """Let layers fall back that have a gradient on any rank; warn once for all of them.
 
         Args:
             missing: the layers without statistics, the same on all ranks.
+            for_now: layers that fall back until the end of the step only, without a warning.
         """
         named = {self._whole.layer_of[name][0] for name in gradients if name in self.plan.layer_of}
         flags = self._reducer.gather([float(layer in named) for layer in missing])
         fallen = [layer for layer, *on in zip(missing, *flags, strict=True) if any(on)]
         if fallen:
             self.restore([*self._layers, *fallen])
-            if self._reducer.rank == 0:
-                self._warn(fallen)
+            self._for_now = [layer for layer in fallen if layer in for_now]
+            lasting = [layer for layer in fallen if layer not in for_now]
+            if lasting and self._reducer.rank == 0:
+                self._warn(lasting)
+
+    def end_step(self) -> None:
+        """Return the layers to curvature that have lost it for this step only."""
+        self.restore([layer for layer in self._layers if layer not in self._for_now])
+        self._for_now = []
 
     def restore(self, layers: Sequence[str]) -> None:
         """Let exactly these layers follow their plain gradient."""

@@ -137,7 +137,6 @@ class WhitenedAdam(CurvatureOptimizer):
         )
         of_weight = ("damping", "betas", "eps")
         super().__init__(engine, defaults, groups, of_weight=of_weight)
-        self._parameters = {name: parameter for parameter, name in self._names.items()}
         self._bound = None if loss_bound is None else LossBound(loss_bound)
         self._iterates = ScheduleFree()
         self._rotation = None
@@ -217,7 +216,7 @@ class WhitenedAdam(CurvatureOptimizer):
         gradients are overwritten.
         """
         rotation, engine = self._rotation, self.engine
-        states_by_name = {name: self.state[self._parameters[name]] for name in gradients}
+        states_by_name = {name: self.state[self.engine.members[name]] for name in gradients}
         if rotation is not None:
             rotation.exclude_(engine.collector.losses, engine.reducer)
             rotation.forget_(states_by_name, engine.fallback.parameters)
