@@ -116,8 +116,12 @@ class Engine:
         self.members = Members(model, plan)
         # The layers that were replaced since the last step: their forward pass was not seen.
         self._replaced: set[str] = set()
-        self._hooks = ModelHooks(model, plan.layers, self.collector)
+        self._hooks = self._new_hooks()
         self._prepare_next()
+
+    def _new_hooks(self) -> ModelHooks:
+        in_eval, layers = self.curvature.options.gather_in_eval, self.members.plan.layers
+        return ModelHooks(self.model, layers, self.collector, in_eval=in_eval)
 
     @property
     def plan(self) -> Plan:
@@ -148,7 +152,7 @@ class Engine:
         if replaced and self._hooks.close.alive:
             self._replaced = self.members.take_up(replaced)
             self._hooks.close()
-            self._hooks = ModelHooks(self.model, self.members.plan.layers, self.collector)
+            self._hooks = self._new_hooks()
         return found
 
     # A step
@@ -199,7 +203,8 @@ class Engine:
         raise RuntimeError(
             "step() before any forward pass in training mode: there are no statistics yet. Call "
             "model.train(), run the model and loss.backward() first, and call the model itself, "
-            "not its parts"
+            "not its parts. To train in evaluation mode, pass "
+            "curvature=kfc.Kronecker(gather_in_eval=True)"
         )
 
     def _is_good(

@@ -147,7 +147,8 @@ class KFC(CurvatureOptimizer):
         if known and self._clip and not self.engine.collector.observations:
             raise RuntimeError(
                 "step() without a forward pass in training mode since the last one: the clip "
-                "needs the batch; run the model first, or pass clip=kfc.FisherClip(None)"
+                "needs the batch; run the model first, or pass clip=kfc.FisherClip(None), or "
+                "curvature=kfc.Kronecker(gather_in_eval=True) to train in evaluation mode"
             )
 
     def _layer_damping(self, layer: str) -> Damping:

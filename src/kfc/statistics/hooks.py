@@ -2,8 +2,9 @@
 
 A hook on the model opens a ``RecordedPass`` if the collector wants statistics from this
 forward pass; hooks on the layers record their calls in it; a second hook passes it and the
-model's output to the collector. Nothing is recorded in evaluation mode, without gradients, outside
-the model's own forward (as when checkpointing recomputes a part of it), or while suspended.
+model's output to the collector. Nothing is recorded in evaluation mode (unless asked for), without
+gradients, outside the model's own forward (as when checkpointing recomputes a part of it), or while
+suspended.
 """
 
 from __future__ import annotations
@@ -44,10 +45,19 @@ class ModelHooks:
     Args:
         layers: the layers to record, by name.
         collector: what the hooks report to; held weakly.
+        in_eval: whether passes in evaluation mode are recorded, too.
     """
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, Layer], collector: Collector) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, Layer],
+        collector: Collector,
+        *,
+        in_eval: bool = False,
+    ) -> None:
         refuse_hidden_layers(model)
+        self._in_eval = in_eval
         self._layers = dict(layers)
         self._collector = weakref.ref(collector)
         # Per thread: a model may be evaluated in one thread while another trains it.
@@ -74,7 +84,7 @@ class ModelHooks:
         if collector is not None and collector.draws.replayed is not None:
             self._record_in(collector.draws.replayed)
             return
-        if collector is None or not model.training:
+        if collector is None or not (model.training or self._in_eval):
             return
         if not torch.is_grad_enabled() or is_transformed():  # no plain backward can follow
             return
