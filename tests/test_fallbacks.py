@@ -136,10 +136,13 @@ class Functional(nn.Module):
         self.conv = nn.Conv2d(1, 4, 3)
         self.hidden = nn.Linear(16, 8)
         self.head = nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, x):
         x = torch.conv2d(x, 2 * self.conv.weight, self.conv.bias)
-        return self.head(F.relu(x.flatten(1) @ self.hidden.weight.T + self.hidden.bias))
+        return self.head(
+            self.scale * F.relu(x.flatten(1) @ self.hidden.weight.T + self.hidden.bias)
+        )
 
 
 PLAIN = {f"{layer}.{role}" for layer in ("conv", "hidden") for role in ("weight", "bias")}
@@ -171,10 +174,10 @@ def test_layers_without_statistics_fall_back_once_with_one_warning(examples, rec
             own = model.get_parameter(name)
             torch.testing.assert_close(own, before[name] - rate * own.grad)
     (warned,) = [w for w in recwarn if "no statistics" in str(w.message)]
-    share = (4 * 10 + 8 * 17) / (4 * 10 + 8 * 17 + 3 * 9)
+    share = (4 * 10 + 8 * 17) / (4 * 10 + 8 * 17 + 3 * 9 + 8)
     assert "'conv', 'hidden' have a gradient" in str(warned.message)
-    assert f"{share:.1%} of the weights" in str(warned.message)
-    assert described(optimizer, "plain gradient") == PLAIN
+    assert f"{share:.1%} of the trained weights" in str(warned.message)
+    assert described(optimizer, "plain gradient") == PLAIN | {"scale"}
     assert set(optimizer.factors) == {"head"}
 
 
@@ -252,7 +255,7 @@ def test_a_model_without_any_usable_layer_is_trained_by_the_plain_gradient():
     optimizer = kfc.KFC(model, lr=0.1)
     losses = []
     differentiate(model, optimizer, data)
-    with pytest.warns(UserWarning, match="100.0% of the weights"):
+    with pytest.warns(UserWarning, match="100.0% of the trained weights"):
         optimizer.step()
     for _ in range(5):
         losses.append(differentiate(model, optimizer, data).item())

@@ -100,7 +100,7 @@ class Engine:
         overhead = schedule.overhead if isinstance(schedule, Periods) else None
         self.allowance = Allowance(overhead, quiet=self.reducer.rank > 0)
         self.curvature = ModelCurvature(plan, options, self.reducer)
-        self.fallback = Fallback(plan, self.curvature, self.reducer)
+        self.fallback = Fallback(model, plan, self.curvature, self.reducer)
         self.reducer.place(self.curvature.layers, longest(schedule.inverse or Periods().inverse))
         self.refresher = InverseRefresher(self.curvature, parallel, self.reducer)
         shared_seed = self.reducer.share(torch.initial_seed() if seed is None else seed)

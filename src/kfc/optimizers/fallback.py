@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from kfc.curvature.model import ModelCurvature
 from kfc.distributed.reducer import Reducer
@@ -25,7 +25,10 @@ class Fallback:
         parameters: the names of their parameters.
     """
 
-    def __init__(self, plan: Plan, curvature: ModelCurvature, reducer: Reducer) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, curvature: ModelCurvature, reducer: Reducer
+    ) -> None:
+        self._model = model
         self._whole = self.plan = plan
         self._curvature, self._reducer = curvature, reducer
         self._layers: list[str] = []
@@ -67,16 +70,15 @@ class Fallback:
         return self._whole.without(dict.fromkeys(layers, REASON))
 
     def _warn(self, layers: Sequence[str]) -> None:
-        sizes = {
-            name: sum(parameter.numel() for parameter in layer.trained().values())
-            for name, layer in self._whole.layers.items()
-        }
-        share = sum(sizes[name] for name in layers) / sum(sizes.values())
+        sizes = {n: p.numel() for n, p in self._model.named_parameters() if p.requires_grad}
+        layer_of = {name: self._whole.layer_of[name][0] for name in self.parameters}
+        own = sum(size for name, size in sizes.items() if layer_of.get(name) in layers)
+        share = own / sum(sizes.values())
         shown = ", ".join(map(repr, layers[:MOST_NAMES]))
         more = f" and {len(layers) - MOST_NAMES} more" if len(layers) > MOST_NAMES else ""
         what = f"layers {shown}{more} have" if len(layers) > 1 else f"layer {shown} has"
         warnings.warn(
-            f"{what} a gradient, but no statistics, and {share:.1%} of the weights of all layers. "
+            f"{what} a gradient, but no statistics, and {share:.1%} of the trained weights. "
             "Their plain gradient is used from now on. Their modules did not run, or did not reach "
             "an output, in a training-mode forward pass of the model itself. Call modules instead "
             "of using their weights, call the model rather than its parts, and have output= return "
