@@ -98,17 +98,6 @@ def test_adding_a_param_group():
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
-def test_an_operation_without_forward_mode_suggests_what_to_do():
-    model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
-    optimizer = kfc.KFC(model)
-    before = [p.detach().clone() for p in model.parameters()]
-    F.cross_entropy(model(torch.randn(4, 3)), torch.randint(2, (4,))).backward()
-    with pytest.raises(RuntimeError, match=r"^exact Fisher products.*clip=kfc.FisherClip.None"):
-        optimizer.step()
-    for a, b in zip(before, model.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_estimate_factors_refuses_what_it_cannot_use():
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     with pytest.raises(ValueError, match=r"pass the loss.*or likelihood="):

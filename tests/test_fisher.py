@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import kfc
@@ -220,31 +219,6 @@ def test_checkpointed_models():
     )
     with pytest.raises(RuntimeError, match="turn checkpointing off"):
         kfc.fisher.vector_product(model, inputs, vector)
-
-
-def test_custom_functions_without_forward_mode_are_named():
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * x
-
-        @staticmethod
-        def backward(ctx, derivative):
-            return derivative
-
-    class Custom(nn.Linear):
-        def forward(self, x):
-            return Square.apply(super().forward(x))
-
-    model = Custom(3, 2)
-    with pytest.raises(RuntimeError, match=r"clip=kfc.FisherClip.None"):
-        kfc.fisher.quadratic_form(model, torch.randn(2, 3), random_vector(model))
-
-
-def test_operations_without_forward_mode_are_named():
-    model = nn.Sequential(weight_norm(nn.Linear(3, 2)))
-    with pytest.raises(RuntimeError, match=r"_weight_norm_interface.*clip=kfc.FisherClip.None"):
-        kfc.fisher.quadratic_form(model, torch.randn(2, 3), random_vector(model))
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ BAD_VALUES = {
     "inverse_error": [0, 1, "small"],
     "fraction": [0, 1.5, "half"],
     "block_size": [0, True],
+    "gather_in_eval": [1, "always"],
 }
 
 

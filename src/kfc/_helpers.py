@@ -3,7 +3,9 @@
 import gc
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from importlib import import_module
@@ -183,6 +185,25 @@ def make_dual(primal: Tensor, tangent: Tensor) -> Tensor:
     return dual
 
 
+# torch has one level of forward-mode differentiation for all threads.
+_forward_level = threading.Lock()
+
+
+@contextmanager
+def forward_level() -> Iterator[None]:
+    """Enter a level of forward-mode differentiation; raise ``RuntimeError`` if a thread has one.
+
+    Waiting for the other thread could take forever, if that one waits for this one.
+    """
+    if not _forward_level.acquire(blocking=False):
+        raise RuntimeError("Nested forward mode AD: another thread is at a level of its own")
+    try:
+        with forward_ad.dual_level():
+            yield
+    finally:
+        _forward_level.release()
+
+
 def load_decompositions() -> bool:
     """Load forward mode for the few operations that only have it by decomposition.
 
@@ -193,8 +214,11 @@ def load_decompositions() -> bool:
     """
     if "torch._decomp.decompositions_for_jvp" in sys.modules:
         return False
-    with forward_ad.dual_level():
-        forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+    try:
+        with forward_level():
+            forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+    except RuntimeError:  # another thread has a level
+        return False
     return True
 
 
@@ -202,8 +226,9 @@ def is_transformed() -> bool:
     """Return whether this code runs under forward-mode differentiation or a torch.func transform.
 
     If torch does not tell the current level, forward mode outside of ``torch.func`` is not seen.
+    Levels of our own do not count: they may be those of another thread.
     """
-    if getattr(forward_ad, "_current_level", -1) >= 0:
+    if getattr(forward_ad, "_current_level", -1) >= 0 and not _forward_level.locked():
         return True
     try:
         torch.zeros((), device="cpu").requires_grad_()

@@ -31,8 +31,14 @@ class ModelCurvature:
         self.layers = {name: options.for_layer(layer) for name, layer in plan.layers.items()}
         self.options = options
         self._decay = float(options.factor_decay)
-        self._layer_of = plan.layer_of
+        self._plan = plan
         self._reducer = reducer
+
+    def restrict(self, plan: Plan) -> None:
+        """Use the blocks of a plan with a part of the layers; the others have no statistics."""
+        for name in self.layers.keys() - plan.layers.keys():
+            self.layers[name].restore(LayerState())
+        self._plan = plan
 
     # Statistics
 
@@ -40,10 +46,10 @@ class ModelCurvature:
         return all(layer.state.running is None for layer in self.layers.values())
 
     def trained_layers(self) -> list[str]:
-        return [name for name, layer in self.layers.items() if layer.trained_roles()]
+        return [name for name in self._plan.layers if self.layers[name].trained_roles()]
 
     def layers_without_statistics(self) -> list[str]:
-        return [name for name, layer in self.layers.items() if layer.lacks_statistics()]
+        return [name for name in self._plan.layers if self.layers[name].lacks_statistics()]
 
     def update_(self, batch: BatchStatistics, *, replace: bool = False) -> None:
         """Average the statistics of a batch into the running averages (eqn 33).
@@ -234,8 +240,8 @@ class ModelCurvature:
         """Yield F̂_damped⁻¹ v by parameter name, one layer at a time."""
         by_layer: dict[str, dict[str, str]] = {}
         for name in vectors:
-            if name in self._layer_of:
-                layer, role = self._layer_of[name]
+            if name in self._plan.layer_of:
+                layer, role = self._plan.layer_of[name]
                 by_layer.setdefault(layer, {})[role] = name
         found = ((layer, self._solve_layer(layer, by_layer[layer], vectors)) for layer in by_layer)
         return self._reducer.completed(found)
@@ -250,12 +256,7 @@ class ModelCurvature:
         """Return the curvature of a layer, which must have an inverse that can be used now."""
         curvature = self.layers[layer]
         if curvature.state.inverse is None or not curvature.is_current():
-            raise RuntimeError(
-                f"layer {layer!r} has a gradient, but no statistics: it did not run, or did not "
-                "reach the output, in a training-mode forward pass of the model itself. Call the "
-                "model rather than its parts, have output= return every tensor that the loss is "
-                "computed from, or freeze the layer"
-            )
+            raise RuntimeError(f"layer {layer!r} has a gradient, but no statistics")
         return curvature
 
     # Checkpoints

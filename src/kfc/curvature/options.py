@@ -33,6 +33,7 @@ class Approximation(ABC):
     fisher: FisherKind = "sampled"
     factor_decay: Decay = 0.95
     fraction: float = 0.25
+    gather_in_eval: bool = False
 
     #: The string that stands for the approximation with its default options.
     name: ClassVar[str]
@@ -52,6 +53,8 @@ class Approximation(ABC):
             )
         if self.factor_decay != AVERAGING:
             require_number("factor_decay", self.factor_decay, below=1)
+        if not isinstance(self.gather_in_eval, bool):
+            raise ValueError(f"gather_in_eval must be a boolean, got {self.gather_in_eval!r}")
 
     def with_decay(self, averaging_timescale: float | None) -> Self:
         """Return the approximation with a number as ξ: exp(-1/τ) in place of ``"averaging"``."""
@@ -116,6 +119,8 @@ class Kronecker(FactorApproximation):
         fraction: the part of the batch that ``"sampled"`` statistics are gathered from, with a
             forward and a backward pass of their own. It has at least 32 examples, and n / 16 rows
             for every Ω of width n. One process uses batches of less than 64 examples as a whole.
+        gather_in_eval: gather statistics in evaluation mode too, to train a model under
+            ``model.eval()``, with frozen batch normalisation for instance.
         inverse: ``"factored"`` damps each factor (Cholesky decompositions); ``"eigen"`` adds the
             damping to the products of eigenvalues exactly.
         inverse_error: the error of ``"factored"`` inverses of wide factors, relative to the natural
@@ -190,7 +195,11 @@ class EKFAC(FactorApproximation):
 
 @dataclass(frozen=True, kw_only=True)
 class Diagonal(Approximation):
-    """The diagonal of the exact Fisher block; the damping is added to its entries."""
+    """The diagonal of the exact Fisher block; the damping is added to its entries.
+
+    The arguments are those of ``Kronecker`` without ``inverse``, ``inverse_error`` and
+    ``max_factor_size``.
+    """
 
     name: ClassVar[str] = "diagonal"
 
@@ -204,6 +213,7 @@ class Whitening(FactorApproximation):
 
     Args:
         factor_decay: ξ, a number, as in ``Kronecker``.
+        gather_in_eval: as in ``Kronecker``.
         max_factor_size: if the blocks of a layer are wider, only the diagonal of Ω is kept. Layers
             with more outputs are not rotated.
         block_size: wide layers are whitened in blocks of at most this many inputs. Blocks consist

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from torch import Tensor
 
+from kfc._helpers import tree_leaves
 from kfc.fisher.likelihoods import Likelihood, resolve_likelihood
 
 Output = Callable[[Any], Any]
@@ -26,6 +28,24 @@ def resolve_likelihoods(choice: LikelihoodChoice) -> dict[str, Likelihood]:
     return {name: resolve_likelihood(each) for name, each in named(choice).items()}
 
 
+def usual_output(result: Any) -> Output | None:
+    """Return what selects the outputs from a result that is not a tensor, if that is unambiguous.
+
+    These are the attribute ``logits``, as in Hugging Face's ``ModelOutput``; or, in a tuple or
+    list, the only tensor of floating-point numbers that requires a gradient and has at least one
+    dimension. If gradients are off, the only one of them all.
+    """
+    if isinstance(getattr(result, "logits", None), Tensor):
+        return attrgetter("logits")
+    if not isinstance(result, (tuple, list)):
+        return None
+    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    found = [leaf for leaf in leaves if leaf.is_floating_point() and leaf.dim()]
+    found = [leaf for leaf in found if leaf.requires_grad] or found
+    places = [index for index, item in enumerate(result) if len(found) == 1 and item is found[0]]
+    return itemgetter(places[0]) if places else None
+
+
 def select_output(result: Any, output: Output | None) -> Tensor:
     """Return the tensor of outputs among what the model returned; raise if it is not a tensor."""
     return select_outputs(result, output, [""])[""]
@@ -35,9 +55,12 @@ def select_outputs(result: Any, output: Output | None, names: list[str]) -> dict
     """Return the tensors of outputs by name, among what the model returned.
 
     Args:
-        output: selects the tensor, or a dict of tensors, from what the model returned.
+        output: selects the tensor, or a dict of tensors, from what the model returned. By default
+            all of it, or a single tensor by ``usual_output()``.
         names: the names of the outputs; one empty name for a single tensor.
     """
+    if output is None and names == [""] and not isinstance(result, Tensor):
+        output = usual_output(result)
     selected = result if output is None else output(result)
     origin = "the model returned" if output is None else "output= returned"
     if names != [""]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kfc._helpers import require_keys
-from kfc.fisher.heads import LikelihoodChoice, Output, named, select_outputs
+from kfc.fisher.heads import LikelihoodChoice, Output, named, select_outputs, usual_output
 from kfc.fisher.likelihoods import Likelihood, Weights, resolve_likelihood, validate_outputs
 from kfc.fisher.loss import Loss
 
@@ -47,6 +47,8 @@ class Losses:
 
     def select(self, result: Any) -> dict[str, Tensor]:
         """Return the outputs by name, from what the model returned."""
+        if self.output is None and not isinstance(result, Tensor) and list(self.by_name) == [""]:
+            self.output = usual_output(result)  # for good: passes without gradients tell less
         outputs = select_outputs(result, self.output, list(self.by_name))
         for name, loss in self.by_name.items():
             validate_outputs(outputs[name], loss.likelihood or "the optimizer")

@@ -1,5 +1,7 @@
 """Products with the exact Fisher matrix F = JᵀRJ of a batch, by forward-mode differentiation.
 
+Where an operation of the model has no forward mode, derivatives come from two backward passes.
+
 J is the Jacobian of the model's outputs in its parameters, R the Hessian of the loss in the outputs
 (see ``kfc.fisher.likelihoods`` for its scale). Each product runs the model once, in its current
 mode (training or evaluation). Buffers, gradients and the global random state are left unchanged,
@@ -9,10 +11,12 @@ Where ``torch.nn.SyncBatchNorm`` joins the batches of several ranks, all of them
 the product together; their results add up to the product for the sum of their losses.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
-from kfc._helpers import load_decompositions, make_dual, widest
+from kfc._helpers import forward_level, load_decompositions, make_dual, widest
 from kfc.distributed.synchronised import normalise_over_ranks, synchronising_group
 from kfc.fisher.calls import (
     ModelCall,
@@ -32,6 +36,7 @@ from kfc.fisher.calls import (
     suspended,
     without_autocast,
 )
+from kfc.fisher.double_backward import SecondDerivativeError, changes_along
 from kfc.fisher.heads import LikelihoodChoice, Output, resolve_likelihoods, select_outputs
 from kfc.fisher.likelihoods import Likelihood, Weights
 
@@ -40,8 +45,19 @@ Vector = TypeVar("Vector", Mapping[str, Tensor], Sequence[Tensor])
 CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 
 
+# The models that have an operation without forward mode.
+_WITHOUT_FORWARD_MODE: WeakSet[nn.Module] = WeakSet()
+
+# The selected outputs by name, each with its derivative along a vector.
+Heads = dict[str, tuple[Tensor, Tensor]]
+
+
 class ForwardModeError(RuntimeError):
     """Raised if an operation of the model has no forward-mode derivative."""
+
+
+class ProductError(RuntimeError):
+    """Raised if exact Fisher products of a model cannot be computed."""
 
 
 def vector_product(
@@ -74,7 +90,7 @@ def vector_product(
     likelihoods = resolve_likelihoods(likelihood)
     with torch.enable_grad():
         select = partial(select_outputs, output=output, names=list(likelihoods))
-        heads = _dual_run(model, call_of(model, inputs), tangents, leaves, select)
+        (heads,) = _runs(model, call_of(model, inputs), [tangents], leaves, select)
         pulled = []
         for name, (outputs, change) in heads.items():
             likelihoods[name].validate(outputs)
@@ -131,8 +147,7 @@ def products_of_call(
     select = partial(select_outputs, output=output, names=list(likelihoods))
     changes, pulled, examples = [], [], 0
     with torch.no_grad():
-        for tangents in vectors:
-            heads = _dual_run(model, call, tangents, {}, select)
+        for heads in _runs(model, call, vectors, {}, select):
             products = []
             for name, (outputs, change) in heads.items():
                 likelihoods[name].validate(outputs)
@@ -150,20 +165,45 @@ def _flattened(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten().to(widest(tensor.device)) for tensor in tensors])
 
 
+def _runs(
+    model: nn.Module,
+    call: ModelCall,
+    vectors: Sequence[Mapping[str, Tensor]],
+    leaves: Mapping[str, Tensor],
+    select: Callable[[Any], dict[str, Tensor]],
+) -> list[Heads]:
+    """Return the selected outputs with their derivatives, along each vector.
+
+    ``leaves`` are the parameters to differentiate with respect to afterwards. Operations without
+    forward mode are found once for each model.
+    """
+    if model in _WITHOUT_FORWARD_MODE:
+        return _double_runs(model, call, vectors, leaves, select)
+    try:
+        return [_dual_run(model, call, vector, leaves, select) for vector in vectors]
+    except ForwardModeError as error:
+        found = _double_runs(model, call, vectors, leaves, select)
+        if "Nested" not in str(error):  # which is a matter of other levels, not of the model
+            _WITHOUT_FORWARD_MODE.add(model)
+            warnings.warn(
+                "an operation of this model has no forward-mode derivative, so that exact Fisher "
+                f"products take two backward passes instead: {error}",
+                stacklevel=2,
+            )
+        return found
+
+
 def _dual_run(
     model: nn.Module,
     call: ModelCall,
     tangents: Mapping[str, Tensor],
     leaves: Mapping[str, Tensor],
     select: Callable[[Any], dict[str, Tensor]],
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the selected outputs, each with its derivative along the tangents.
-
-    ``leaves`` are the parameters to differentiate with respect to afterwards.
-    """
+) -> Heads:
+    """Return the selected outputs with their derivatives along the tangents, by forward mode."""
     state: dict[str, Tensor] = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
-        with _forward_mode(model, call):
+        with _conditions(model, call), forward_level(), _SkipZeroTangents():
             for name, parameter in model.named_parameters():
                 primal = leaves.get(name, parameter.detach())
                 tangent = tangents.get(name)
@@ -174,13 +214,34 @@ def _dual_run(
     except (NotImplementedError, RuntimeError) as error:
         if not any(words in str(error) for words in ("forward AD", "forward mode AD")):
             raise
-        if load_decompositions():
+        if "Nested" not in str(error) and load_decompositions():
             return _dual_run(model, call, tangents, leaves, select)
-        raise ForwardModeError(
-            "exact Fisher products need forward-mode differentiation, which an operation of this "
-            f"model lacks: {str(error).splitlines()[0]} To train without these products, pass "
-            "clip=kfc.FisherClip(None) to KFC."
-        ) from error
+        raise ForwardModeError(str(error).splitlines()[0]) from error
+
+
+def _double_runs(
+    model: nn.Module,
+    call: ModelCall,
+    vectors: Sequence[Mapping[str, Tensor]],
+    leaves: Mapping[str, Tensor],
+    select: Callable[[Any], dict[str, Tensor]],
+) -> list[Heads]:
+    """Return the selected outputs with their derivatives, by two backward passes."""
+    state: dict[str, Tensor] = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    names = dict.fromkeys(name for vector in vectors for name in vector)
+    leaves = leaves or {name: parameters[name].requires_grad_() for name in names}
+    state |= {**parameters, **leaves}
+    with _conditions(model, call), torch.enable_grad():
+        outputs = select(functional_call(model, state, call.args, call.kwargs))
+        try:
+            changes = changes_along(outputs, leaves, vectors)
+        except SecondDerivativeError as error:
+            raise ProductError(
+                "exact Fisher products need forward-mode or second derivatives, and an operation "
+                f"of this model has neither: {error}"
+            ) from error
+    return [{name: (outputs[name], own[name]) for name in outputs} for own in changes]
 
 
 def _unpacked(outputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,16 +250,14 @@ def _unpacked(outputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def _forward_mode(model: nn.Module, call: ModelCall) -> Iterator[None]:
-    """Repeat the conditions of a recorded pass, at a level of forward-mode differentiation."""
+def _conditions(model: nn.Module, call: ModelCall) -> Iterator[None]:
+    """Repeat the conditions of a recorded pass, with operations that can be differentiated."""
     device = next(model.parameters()).device.type
     with (
         suspended(),
         forked_random_state(accelerators_of(model), call.random_state),
-        forward_ad.dual_level(),
         _attention_with_forward_mode(),
         _synchronised_with_forward_mode(model),
-        _SkipZeroTangents(),
         # As in the recorded pass, whether autocast is on or off now.
         torch.autocast(device, call.autocast, enabled=call.autocast is not None),
     ):

@@ -154,10 +154,10 @@ class CurvatureAccess:
                 'estimate_factors draws targets from the model; with fisher="empirical" the '
                 "backward passes of the first steps give the factors"
             )
-        if not self.model.training:
+        if not (self.model.training or options.gather_in_eval):
             raise RuntimeError(
                 "no statistics are gathered in evaluation mode; call model.train() before "
-                "estimate_factors"
+                "estimate_factors, or pass curvature=kfc.Kronecker(gather_in_eval=True)"
             )
         known = len(losses.likelihoods) == len(losses.by_name)
         if loss is None and options.needs_derivatives and not known:

@@ -17,6 +17,7 @@ from kfc._helpers import (
     require_number,
     scaler_of,
 )
+from kfc.layers import Plan
 from kfc.optimizers.access import CurvatureAccess
 from kfc.optimizers.averaging import (
     averages_of,
@@ -25,8 +26,9 @@ from kfc.optimizers.averaging import (
     swapped_in,
     update_averages_,
 )
-from kfc.optimizers.engine import Engine, check_version, versioned
+from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import build_groups
+from kfc.optimizers.versions import check_version, versioned
 
 STATE_KEYS = ("state", "param_groups", "parameters", "curvature")
 
@@ -70,6 +72,16 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         super().__init__(param_groups, defaults)
         self._complete = True
         self._names = {parameter: name for name, parameter in self.model.named_parameters()}
+        engine.members.listen(self._replace)
+
+    def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Train a new parameter instead of an old one, whose state is dropped."""
+        for group in self.param_groups:
+            group["params"] = [
+                new if parameter is old else parameter for parameter in group["params"]
+            ]
+        self.state.pop(old, None)
+        self._names = {new if each is old else each: name for each, name in self._names.items()}
 
     @property
     def diagnostics(self) -> dict[str, Any]:
@@ -120,9 +132,25 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         for group in self.param_groups:
             pairs = zip(group["params"], group["param_names"], strict=True)
             members = [(parameter, name) for parameter, name in pairs if name in names]
-            for device in dict.fromkeys(parameter.device for parameter, _ in members):
-                here = [pair for pair in members if pair[0].device == device]
-                yield group, [parameter for parameter, _ in here], [name for _, name in here]
+            for options, some in self._without_fallen(group, members):
+                for device in dict.fromkeys(parameter.device for parameter, _ in some):
+                    here = [pair for pair in some if pair[0].device == device]
+                    yield options, [parameter for parameter, _ in here], [name for _, name in here]
+
+    def _without_fallen(
+        self, group: dict[str, Any], members: list[tuple[Tensor, str]]
+    ) -> list[tuple[dict[str, Any], list[tuple[Tensor, str]]]]:
+        """Return a group in two parts, of which the second has fallen back to the plain gradient.
+
+        A new group would not fit the schedulers of the learning rate.
+        """
+        fallen = self.engine.fallback.parameters
+        if not fallen:
+            return [(group, members)]
+        lr = {"lr": float(group["lr"]) * group["fallback_factor"]} if "lr" in group else {}
+        rest = [pair for pair in members if pair[1] not in fallen]
+        others = [pair for pair in members if pair[1] in fallen]
+        return [(group, rest), ({**group, **lr, "plain_gradient": True}, others)]
 
     def _add_weight_decay(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ∇h, the gradient of the loss plus λθ, in float32 at least.
@@ -257,7 +285,6 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         """Load a state dict; if it does not fit, raise an error and change nothing."""
         check_version(state_dict)
         self._check_state(state_dict)
-        self.engine.check_state(state_dict["curvature"])
         super().load_state_dict(
             {"state": state_dict["state"], "param_groups": state_dict["param_groups"]}
         )
@@ -274,16 +301,18 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
             for groups in (state_dict["param_groups"], self.param_groups)
         )
         raise_differences("param groups", saved, own)
+        self.engine.check_state(state_dict["curvature"])
+        plan = self.engine.fallback.plan_without(state_dict["curvature"]["without_statistics"])
         found, expected = {}, {}
         for group in state_dict["param_groups"]:
             for key, name in zip(group["params"], group["param_names"], strict=True):
                 for part, value in state_dict["state"].get(key, {}).items():
                     found[f"{name}: {part}"] = list(value.shape)
-                    shape = self._state_shape(name, part, state_dict["parameters"][name])
+                    shape = self._state_shape(plan, name, part, state_dict["parameters"][name])
                     expected[f"{name}: {part}"] = shape
         raise_differences("momentum and averages", found, expected)
 
-    def _state_shape(self, name: str, part: str, shape: list[int]) -> list[int]:
+    def _state_shape(self, plan: Plan, name: str, part: str, shape: list[int]) -> list[int]:
         """Return the shape of a part of a parameter's state, by default that of the parameter."""
         return shape
 

@@ -29,6 +29,8 @@ MEAN_DECAY = 0.9
 LARGEST_EXCESS = 2.0
 # An excess enters the running mean as at most this many running means.
 FASTEST_RISE = 10.0
+# The share of κE below which the clip of KFC does not shorten steps, if it does so for long.
+LEAST = 0.01
 # The largest factor of a step that lowers the loss by little.
 LONGEST = 3.0
 # The weight of the old value in the moving average of the decrease of log Ē in a step.
@@ -43,10 +45,15 @@ class StepLimits(NamedTuple):
     Attributes:
         momentum: 0 if momentum is dropped, else 1.
         step: the factor of the whole step, at most 1.
+        decrease: the decrease of the objective that the step predicts to first order, before this
+            factor.
+        limit: κE.
     """
 
     momentum: Tensor
     step: Tensor
+    decrease: Tensor
+    limit: Tensor
 
 
 class Excess(NamedTuple):
@@ -129,7 +136,14 @@ class LossBound:
         self._factor = factor
         self._bounds = is_exceeded.long() + _here(self._bounds, decrease)
         self._restarts = is_uphill.long() + _here(self._restarts, decrease)
-        return StepLimits((~is_uphill).to(factor), factor)
+        return StepLimits((~is_uphill).to(factor), factor, decrease, limit)
+
+    def least_factor(self, decrease: Tensor, excess: Tensor) -> float:
+        """Return the factor with which an update still predicts a hundredth of the decrease κE.
+
+        It is 0 if the excess is unknown, or if the update predicts no decrease.
+        """
+        return least_factor(float(decrease), self._share * float(excess))
 
     def resize(self, predicted: Tensor, excess: Excess) -> Tensor:
         """Return the factor that brings the predicted change of the loss between κE/2 and κE.
@@ -188,6 +202,16 @@ class LossBound:
         mean = state["mean_excess"]
         self._mean = math.nan if mean is None else mean
         self._decrease = float(state["decrease"])
+
+
+def least_factor(decrease: float, limit: float) -> float:
+    """Return the factor of a step with which it predicts LEAST of the limit κE; at most 1.
+
+    Args:
+        decrease: the decrease that the whole step predicts.
+    """
+    usable = decrease > 0 and 0 < limit < math.inf
+    return min(1.0, LEAST * limit / decrease) if usable else 0.0
 
 
 def _like(value: Tensor | float, other: Tensor) -> Tensor:

@@ -3,10 +3,12 @@
 ν = vᵀFv + λvᵀv costs a forward-mode pass over a part of the batch, which the host waits for. The
 same number under the approximate Fisher matrix, vᵀF̂v = α² ∇hᵀF̂⁻¹∇h, costs one inner product. Their
 ratio changes slowly, so that a few exact values tell when ν is far below the limit. In between, an
-update that may exceed the limit is shortened by the estimate.
+update that may exceed the limit is shortened by the estimate, and so is every update if the model
+has an operation with which ν cannot be computed.
 """
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -22,6 +24,8 @@ MARGIN = 2.0
 MEMORY = 5
 # The largest number of steps between exact values.
 LONGEST_GAP = 32
+# Updates with a factor below FROZEN hardly move the parameters; so many in a row are reported.
+FROZEN, PATIENCE = 1e-2, 10
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class ClipState:
         age: the number of steps since ν was last computed.
         gap: the number of steps between computations of ν.
         ratios: recent ratios of ν to its estimate.
+        low: the number of consecutive updates, up to the last one, with a factor below 0.01.
+        is_exact: whether ν can be computed; otherwise only the estimate limits updates.
     """
 
     norm: float = math.nan
@@ -47,6 +53,8 @@ class ClipState:
     age: int = 0
     gap: int = 1
     ratios: tuple[float, ...] = ()
+    low: int = 0
+    is_exact: bool = True
 
 
 class NormClip:
@@ -57,6 +65,7 @@ class NormClip:
         self.limit = options.limit
         self.fraction = options.fraction
         self.period = options.period
+        self._warned = False
         self._state = ClipState()
 
     @property
@@ -67,9 +76,15 @@ class NormClip:
     def is_due(self) -> bool:
         """Return whether ν must be computed for the coming update."""
         state = self._state
+        if not state.is_exact:
+            return False
         if self.period is not None:
             return state.age + 1 >= self.period or not state.evaluations
         return state.age + 1 >= state.gap or not state.ratios
+
+    def estimate_only(self) -> None:
+        """Limit updates by the estimate from now on, because ν cannot be computed."""
+        self._state = replace(self._state, is_exact=False)
 
     def shorten(self, estimate: Tensor, norm: Tensor) -> float | None:
         """Return the factor of an update whose ν was computed; ``None`` if ν is not finite.
@@ -83,7 +98,31 @@ class NormClip:
             return None
         factor = (self.limit / exact) ** 0.5 if exact > self.limit else 1.0
         self._state = replace(self._learned(estimate.item(), exact), factor=factor)
+        self._count_low(factor)
         return factor
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the last updates were all shortened so much that training stands still."""
+        return self._state.low >= PATIENCE
+
+    def _count_low(self, factor: float) -> None:
+        low = self._state.low + 1 if factor < FROZEN else 0
+        self._state = replace(self._state, low=low)
+        if low == PATIENCE and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the clip has shortened the last {PATIENCE} updates to less than {FROZEN:.0%}: "
+                f"the Fisher norm of updates is {self.limit / factor**2:.2g}, and its limit is "
+                f"{self.limit:g}. Batch normalisation over few examples is a frequent cause. Use "
+                "larger batches, a smaller lr or a larger damping; or limit updates by the loss "
+                "bound alone, clip=kfc.FisherClip(None)",
+                stacklevel=2,
+            )
+
+    def lengthen(self, factor: float) -> None:
+        """Record the factor of an update that was not shortened as much as ν asks for."""
+        self._state = replace(self._state, factor=factor)
 
     def guard(self, estimate: float | Tensor) -> float | Tensor:
         """Return the factor of an update whose ν was not computed.
@@ -92,15 +131,16 @@ class NormClip:
             estimate: vᵀF̂v, a number or a scalar on the device; the factor is the same.
         """
         state = replace(self._state, age=self._state.age + 1)
-        if self.period is not None:
+        if self.period is not None and state.is_exact:
             self._state = replace(state, factor=1.0)
             return 1.0
-        ratio = MARGIN * max(state.ratios)
+        ratio = MARGIN * max(state.ratios, default=1.0)
         # Rounding can make the estimate of a gradient without curvature negative.
         if not isinstance(estimate, Tensor):
             expected = ratio * max(estimate, 0.0)
             known = math.sqrt(self.limit / expected) if expected > self.limit else 1.0
             self._state = replace(state, guards=state.guards + (known < 1), factor=known)
+            self._count_low(known)
             return known
         factor = (self.limit / (ratio * estimate.clamp_min(0))).clamp(max=1).sqrt()
         guarded, before = (factor < 1).long(), state.guards

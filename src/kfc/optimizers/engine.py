@@ -1,6 +1,6 @@
 """The curvature of a model, kept up to date from step to step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,21 +15,24 @@ from kfc.curvature.statistics import BatchStatistics
 from kfc.distributed.asynchronous import InverseRefresher
 from kfc.distributed.options import Parallel
 from kfc.distributed.ranked import make_reducer
-from kfc.distributed.sharding import refuse_sharded, refuse_sharding_wrapper
+from kfc.distributed.sharding import refuse_sharded
 from kfc.fisher.calls import without_autocast
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.fisher.losses import Losses
-from kfc.layers import find_layers
+from kfc.layers import Plan, find_layers
 from kfc.optimizers.costs import Allowance, counted_costs, work_of
+from kfc.optimizers.fallback import Fallback
+from kfc.optimizers.groups import excluded_layers
+from kfc.optimizers.members import Members, check_model
 from kfc.optimizers.skipping import SkippedSteps
+from kfc.optimizers.startup import log_start
 from kfc.schedule import Budget, Periods, Schedule, longest
 from kfc.statistics.collector import Collector
 from kfc.statistics.hooks import ModelHooks
 
-STATE_VERSION = 11
 STATE_KEYS = (
     *("steps", "skipped_steps", "generator", "losses", "expected", "replaces_guess"),
-    *("budget", "allowance", "curvature", "inverses"),
+    *("budget", "allowance", "curvature", "inverses", "without_statistics"),
 )
 
 
@@ -42,12 +45,14 @@ class Engine:
     Args:
         norm_rate: the expected number of exact Fisher norms per step, for a budget.
         averaging_timescale: τ of the averaged parameters, which may determine ξ.
+        groups: the overrides of param groups, which may exclude layers.
 
     The other arguments are those of ``kfc.Preconditioner``.
 
     Attributes:
         model: the model without its DDP wrapper.
-        plan: the layers of the model.
+        members: the parameters of the model.
+        fallback: the layers that have lost their curvature for want of statistics.
         steps: the number of completed steps.
         in_doubt: a boolean scalar on the device that is true if the step in progress is bad;
             ``None`` if the step is known to be good.
@@ -66,9 +71,10 @@ class Engine:
         parallel: Parallel | None,
         norm_rate: float = 0.0,
         averaging_timescale: float | None = None,
+        groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         options = curvature.with_decay(averaging_timescale)
-        _check_model(model)
+        check_model(model)
         if seed is not None:
             require_whole("seed", seed, low=None)
             if options.fisher != "sampled":
@@ -87,12 +93,14 @@ class Engine:
         self.model = model
         plan = find_layers(model)
         reasons = {name: options.exclusion(layer) for name, layer in plan.layers.items()}
-        self.plan = plan.without({name: reason for name, reason in reasons.items() if reason})
+        excluded = {name: reason for name, reason in reasons.items() if reason}
+        plan = plan.without(excluded_layers(plan, groups) | excluded)
         self.device = next(model.parameters()).device
         self.schedule = Schedule(schedule, self.device, self.reducer.mean, norm_rate)
         overhead = schedule.overhead if isinstance(schedule, Periods) else None
         self.allowance = Allowance(overhead, quiet=self.reducer.rank > 0)
-        self.curvature = ModelCurvature(self.plan, options, self.reducer)
+        self.curvature = ModelCurvature(plan, options, self.reducer)
+        self.fallback = Fallback(model, plan, self.curvature, self.reducer)
         self.reducer.place(self.curvature.layers, longest(schedule.inverse or Periods().inverse))
         self.refresher = InverseRefresher(self.curvature, parallel, self.reducer)
         shared_seed = self.reducer.share(torch.initial_seed() if seed is None else seed)
@@ -105,8 +113,20 @@ class Engine:
         # Since the start, or since a state was loaded.
         self._is_first = True
         self._before: tuple[Any, Any] | None = None
-        self._hooks = ModelHooks(model, self.plan.layers, self.collector)
+        self.members = Members(model, plan)
+        # The layers that were replaced since the last step: their forward pass was not seen.
+        self._replaced: set[str] = set()
+        self._hooks = self._new_hooks()
         self._prepare_next()
+
+    def _new_hooks(self) -> ModelHooks:
+        in_eval, layers = self.curvature.options.gather_in_eval, self.members.plan.layers
+        return ModelHooks(self.model, layers, self.collector, in_eval=in_eval)
+
+    @property
+    def plan(self) -> Plan:
+        """The layers of the model that have curvature, and why the others have none."""
+        return self.fallback.plan
 
     def close(self) -> None:
         """Remove every hook from the model and end the thread; the factors stay readable."""
@@ -116,6 +136,7 @@ class Engine:
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the trained parameters that have one, by name."""
         found: dict[str, Tensor] = {}
+        replaced: dict[str, nn.Parameter] = {}
         parameters = list(self.model.named_parameters())
         refuse_sharded(parameters)
         for name, parameter in parameters:
@@ -125,7 +146,13 @@ class Engine:
                 raise ValueError(
                     f"the gradient of {name!r} is sparse; build its layer with sparse=False"
                 )
+            if not self.members.is_known(name, parameter):
+                replaced[name] = parameter
             found[name] = parameter.grad
+        if replaced and self._hooks.close.alive:
+            self._replaced = self.members.take_up(replaced)
+            self._hooks.close()
+            self._hooks = self._new_hooks()
         return found
 
     # A step
@@ -162,16 +189,22 @@ class Engine:
             self.schedule.begin_measuring(clock.started, clock.spent)
             self.reducer.check_equal(self.model, gradients, self.steps + 1, first=self._is_first)
             self._is_first = False
+            lacking = self.curvature.layers_without_statistics()
+            missing = [name for name in lacking if name not in batch.moments]
+            if missing:
+                self.fallback.add(missing, gradients, for_now=self._replaced)
             return batch if self._is_good(gradients, batch, overflow, wait) else None
 
     def _require_statistics(self, gradients: Mapping[str, Tensor], batch: BatchStatistics) -> None:
         covered = any(name in self.plan.layer_of for name in gradients)
-        if batch.moments or not self.curvature.is_empty() or (gradients and not covered):
+        is_known = batch.moments or not self.curvature.is_empty()
+        if is_known or self.collector.observations or (gradients and not covered):
             return
         raise RuntimeError(
             "step() before any forward pass in training mode: there are no statistics yet. Call "
             "model.train(), run the model and loss.backward() first, and call the model itself, "
-            "not its parts"
+            "not its parts. To train in evaluation mode, pass "
+            "curvature=kfc.Kronecker(gather_in_eval=True)"
         )
 
     def _is_good(
@@ -258,6 +291,11 @@ class Engine:
         self.schedule.end_measuring(self.steps + 1)
         refreshed = self._statistics_are_due(), self._inverses_are_due()
         self.allowance.end_step(self.steps + 1, *refreshed)
+        if self._replaced:
+            self.fallback.end_step()
+            self._replaced = set()
+        if self.steps == 0:
+            log_start(self)
         self.steps += 1
         self._prepare_next()
 
@@ -321,6 +359,7 @@ class Engine:
             "allowance": self.allowance.state_dict(),
             "curvature": self.curvature.state_dict(),
             "inverses": self.refresher.state_dict(),
+            "without_statistics": self.fallback.state_dict(),
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -335,6 +374,7 @@ class Engine:
         require_keys("state of the last step", state["expected"], self.collector.expected())
         self.curvature.check_state(state["curvature"])
         InverseRefresher.check_state(state["inverses"])
+        self.fallback.check_state(state["without_statistics"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; the model's own parameters are loaded separately."""
@@ -346,6 +386,7 @@ class Engine:
         self._replaces_guess = state["replaces_guess"]
         self.schedule.load_state_dict(state["budget"])
         self.allowance.load_state_dict(state["allowance"], self.curvature)
+        self.fallback.restore(state["without_statistics"])
         self.curvature.load_state_dict(state["curvature"])
         self.refresher.load_state_dict(state["inverses"])
         self.steps = state["steps"]
@@ -356,31 +397,3 @@ class Engine:
 def is_asynchronous(device: torch.device) -> bool:
     """Return whether the host has to wait for the results of a device."""
     return device.type != "cpu"
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if next(model.parameters(), None) is None:
-        raise ValueError("the model has no parameters to train")
-    refuse_sharding_wrapper(model)
-    refuse_sharded(model.named_parameters())
-
-
-def versioned(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with the current version."""
-    return {"version": STATE_VERSION, **state}
-
-
-def check_version(state: object) -> None:
-    """Raise ``ValueError`` unless a state dict has the current version."""
-    if not isinstance(state, Mapping):
-        raise ValueError(f"the state dict must be a dict, got {type(state).__name__}")
-    found = state.get("version")
-    if found != STATE_VERSION:
-        saved = "has no version: it is incomplete, or was saved by another optimizer or by an older"
-        saved = saved if found is None else f"has version {found!r}: it was saved by a different"
-        raise ValueError(
-            f"the state dict {saved} version of kfc. This one loads version {STATE_VERSION} only; "
-            "start the optimizer without it"
-        )

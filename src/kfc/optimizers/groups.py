@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from kfc._helpers import require_number
+from kfc._helpers import require_choice, require_number
 from kfc.layers import Plan
 
 # The options of a group, and the bound that each must be below (all must be at least 0).
@@ -18,6 +18,9 @@ HYPER_PARAMETERS = {
     "weight_decay": float("inf"),
     "damping": float("inf"),
 }
+
+# What an override may say besides these options.
+PREFIX, TREATMENT = "prefix", "treatment"
 
 
 def require_hyper_parameters(values: Mapping[str, Any], where: str = "") -> None:
@@ -36,6 +39,28 @@ def _require_pair(name: str, value: object, below: float) -> None:
         require_number(f"{name}[{index}]", number, below=below)
 
 
+def excluded_layers(plan: Plan, overrides: Sequence[Mapping[str, Any]] | None) -> dict[str, str]:
+    """Return the layers that overrides give the plain gradient, each with the reason.
+
+    A layer has the treatment of its weight.
+    """
+    checked = [_prefixed(override, index) for index, override in enumerate(overrides or ())]
+    owners = {name: _owner(checked, name) for name in plan.layer_of}
+    plain = {index for index, override in enumerate(checked) if TREATMENT in override}
+    excluded = {
+        layer: f"groups[{owners[name]}] excludes it"
+        for name, (layer, role) in plan.layer_of.items()
+        if role == "weight" and owners[name] in plain
+    }
+    for name, (layer, _) in plan.layer_of.items():
+        if owners[name] in plain and layer not in excluded:
+            raise ValueError(
+                f"groups[{owners[name]}]: the treatment of {name} has no effect, because a layer "
+                f"has that of its weight; use the prefix {layer!r}"
+            )
+    return excluded
+
+
 def build_groups(
     model: nn.Module,
     plan: Plan,
@@ -51,7 +76,7 @@ def build_groups(
     Args:
         overrides: ``{"prefix": ..., option: value, ...}``: a prefix is the name of a module or
             parameter, a pattern such as ``"*.bias"``, or a list of these. The first override that
-            matches a parameter applies.
+            matches a parameter applies. For a ``"treatment"`` see ``excluded_layers()``.
         defaults: the options of parameters that no override matches.
         fallback_lr: the learning rate of parameters with the plain gradient, unless an override
             sets it.
@@ -63,7 +88,7 @@ def build_groups(
     members: dict[tuple[int, bool], list[tuple[str, nn.Parameter]]] = {}
     used: set[str] = set()
     for name, parameter in model.named_parameters():
-        owner = next((i for i, item in enumerate(checked) if _matches(item, name, used)), -1)
+        owner = _owner(checked, name, used)
         members.setdefault((owner, name in plan.plain), []).append((name, parameter))
     unused = [p for override in checked for p in override["prefix"] if p not in used]
     if unused:
@@ -80,12 +105,14 @@ def build_groups(
             )
     groups = []
     for owner, plain in sorted(members, key=lambda key: (key[1], key[0])):
-        options = dict(defaults)
-        if plain and fallback_lr is not None:
-            options["lr"] = fallback_lr
-        if owner >= 0:
-            options.update({k: v for k, v in checked[owner].items() if k != "prefix"})
-        groups.append({"params": members[owner, plain], **options, "plain_gradient": plain})
+        override = checked[owner] if owner >= 0 else {}
+        options = {**defaults, **{k: v for k, v in override.items() if k in defaults}}
+        factor = 1.0  # of the rate of parameters that fall back to the plain gradient later
+        if fallback_lr is not None and "lr" not in override:
+            factor = fallback_lr / options["lr"] if options["lr"] else 1.0
+            options["lr"] = fallback_lr if plain else options["lr"]
+        extra = {"plain_gradient": plain, "fallback_factor": 1.0 if plain else factor}
+        groups.append({"params": members[owner, plain], **options, **extra})
     _require_shared(groups, plan, of_weight)
     return groups
 
@@ -112,21 +139,39 @@ def _require_shared(
 
 
 def _checked(override: Mapping[str, Any], index: int, known: Mapping[str, Any]) -> dict[str, Any]:
-    where = f"groups[{index}]"
-    if not isinstance(override, Mapping) or "prefix" not in override:
-        raise ValueError(f'{where} must be a dict with a "prefix", got {override!r}')
-    options = {name: value for name, value in override.items() if name != "prefix"}
+    checked = _prefixed(override, index)
+    options = {name: checked[name] for name in checked if name not in (PREFIX, TREATMENT)}
     unknown = [name for name in options if name not in known]
     if unknown:
-        raise ValueError(f"{where} has unknown options {unknown}; known are {list(known)}")
-    require_hyper_parameters(options, f"{where}: ")
-    prefix = override["prefix"]
-    return {**options, "prefix": [prefix] if isinstance(prefix, str) else list(prefix)}
+        known_names = [*known, TREATMENT]
+        raise ValueError(f"groups[{index}] has unknown options {unknown}; known are {known_names}")
+    require_hyper_parameters(options, f"groups[{index}]: ")
+    return checked
 
 
-def _matches(override: Mapping[str, Any], name: str, used: set[str]) -> bool:
-    for prefix in override["prefix"]:
-        if name == prefix or name.startswith(prefix + ".") or fnmatchcase(name, prefix):
-            used.add(prefix)
-            return True
-    return False
+def _prefixed(override: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return an override with a list of prefixes, after a check of its treatment."""
+    where = f"groups[{index}]"
+    if not isinstance(override, Mapping) or PREFIX not in override:
+        raise ValueError(f'{where} must be a dict with a "prefix", got {override!r}')
+    if TREATMENT in override:
+        require_choice(f"{where}: treatment", override[TREATMENT], ("plain",))
+    prefix = override[PREFIX]
+    return {**override, PREFIX: [prefix] if isinstance(prefix, str) else list(prefix)}
+
+
+def _owner(overrides: Sequence[Mapping[str, Any]], name: str, used: set[str] | None = None) -> int:
+    """Return the index of the first override that matches a parameter; -1 if none does.
+
+    Args:
+        used: the prefix that matches is added to this set.
+    """
+    for index, override in enumerate(overrides):
+        for prefix in override[PREFIX]:
+            # A pattern may be that of a module or of a parameter.
+            inside = name.startswith(prefix + ".") or fnmatchcase(name, prefix + ".*")
+            if name == prefix or inside or fnmatchcase(name, prefix):
+                if used is not None:
+                    used.add(prefix)
+                return index
+    return -1

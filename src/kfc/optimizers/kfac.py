@@ -14,11 +14,12 @@ from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.damping import FactorDamping, ModelDamping
-from kfc.optimizers.engine import Engine, check_version
+from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.objective import Objective, decay_penalty
 from kfc.optimizers.options import Adaptation, require_limit
 from kfc.optimizers.proposals import Proposal, Proposals, Vector
+from kfc.optimizers.versions import check_version
 from kfc.schedule import Periods, Stretch, is_due
 
 # How often a step that led to a loss that is not finite is repeated with more damping.
@@ -90,6 +91,7 @@ class KFAC(CurvatureOptimizer):
             schedule=schedule,
             parallel=parallel,
             averaging_timescale=averaging_timescale,
+            groups=groups,
         )
         super().__init__(engine, defaults, groups, averaging_timescale)
         self.lr = lr

@@ -1,6 +1,7 @@
 """Algorithm 1: KFC as a preconditioner for stochastic gradient descent ("KFC-pre")."""
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
@@ -13,14 +14,16 @@ from kfc.curvature.damping import Damping
 from kfc.curvature.options import CurvatureChoice, resolve_curvature
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
+from kfc.fisher.products import ProductError
 from kfc.optimizers.base import CurvatureOptimizer
-from kfc.optimizers.bound import LossBound, StepLimits, excess_loss, sum_of_products
-from kfc.optimizers.clipping import NormClip
-from kfc.optimizers.engine import Engine, check_version
+from kfc.optimizers.bound import LossBound, StepLimits, excess_loss, least_factor, sum_of_products
+from kfc.optimizers.clipping import FROZEN, NormClip
+from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.norms import fisher_products
 from kfc.optimizers.options import FisherClip, resolve_clip
 from kfc.optimizers.steps import Scalar, StepScales, add_steps_, add_steps_on_device_
+from kfc.optimizers.versions import check_version
 from kfc.schedule import Budget, Periods
 
 Vector = dict[str, Tensor]
@@ -50,6 +53,7 @@ class KFC(CurvatureOptimizer):
         groups: options for some parameters, as ``{"prefix": "conv1", "lr": 1e-3}`` or
             ``{"prefix": "*.bias", "weight_decay": 0.0}``. A prefix is the name of a module or
             parameter, a pattern, or a list of these. The first that matches a parameter applies.
+            ``{"prefix": "*.qkv", "treatment": "plain"}`` excludes layers from the curvature.
         fallback_lr: the learning rate of parameters without a Fisher block, which follow their
             plain gradient; by default ``lr``.
 
@@ -100,6 +104,7 @@ class KFC(CurvatureOptimizer):
             parallel=parallel,
             norm_rate=0.0 if self._clip is None else self._clip.lowest_rate,
             averaging_timescale=averaging_timescale,
+            groups=groups,
         )
         super().__init__(engine, defaults, groups, averaging_timescale, fallback_lr)
 
@@ -130,7 +135,7 @@ class KFC(CurvatureOptimizer):
         factor = self._clip_factor(products, norms)  # √(C/ν) if ν = vᵀFv + λvᵀv > C; v = -α F̂⁻¹∇h
         if factor is None:
             return loss  # ν is not finite: the step is skipped
-        limits = self._limits(gradients, products, factor, loss)  # m not uphill; -∇hᵀm ≤ κE
+        factor, limits = self._limits(gradients, products, factor, loss)  # m downhill; -∇hᵀm ≤ κE
         scales = self._scales(factor, limits, norms)  # ν of the whole step ≤ C
         self._move_(update, scales)  # m ← μm + √(C/ν) v; θ ← θ + m
         self._update_averages(engine.in_doubt)  # θ̄ ← ζθ̄ + (1 - ζ)θ, ζ = exp(-1/τ)
@@ -142,7 +147,8 @@ class KFC(CurvatureOptimizer):
         if known and self._clip and not self.engine.collector.observations:
             raise RuntimeError(
                 "step() without a forward pass in training mode since the last one: the clip "
-                "needs the batch; run the model first, or pass clip=kfc.FisherClip(None)"
+                "needs the batch; run the model first, or pass clip=kfc.FisherClip(None), or "
+                "curvature=kfc.Kronecker(gather_in_eval=True) to train in evaluation mode"
             )
 
     def _layer_damping(self, layer: str) -> Damping:
@@ -200,10 +206,11 @@ class KFC(CurvatureOptimizer):
         wide, home = reduce(torch.promote_types, (p.dtype for p in parts)), parts[0].device
         return torch.stack([moved(part, home).to(wide) for part in parts]).sum()
 
-    def _fisher_norms(self, update: Vector) -> Tensor:
+    def _fisher_norms(self, update: Vector) -> Tensor | None:
         """Return xᵀFy + λxᵀy of v and of μm, (2, 2), with the exact F on a part of the step.
 
-        μm is left out if the step is v, or if only v is limited.
+        μm is left out if the step is v, or if only v is limited. ``None`` if the products cannot be
+        computed for this model.
 
         Args:
             update: F̂⁻¹∇h.
@@ -219,7 +226,15 @@ class KFC(CurvatureOptimizer):
         scales = torch.tensor([scale for scale, _ in pairs], dtype=torch.float64)
         vectors = [vector for _, vector in pairs]
         with self.engine.schedule.timed("clip"):
-            norms = fisher_products(self.engine, vectors, self._clip.fraction)
+            try:
+                norms = fisher_products(self.engine, vectors, self._clip.fraction)
+            except ProductError as error:
+                self._clip.estimate_only()
+                warnings.warn(
+                    f"{error}. The clip limits the estimated norm vᵀF̂v instead of ν",
+                    stacklevel=2,
+                )
+                return None
             for group, _, names in self._by_group(update):
                 if group["weight_decay"]:
                     flat = [[vector[name] for name in names] for vector in vectors]
@@ -265,15 +280,19 @@ class KFC(CurvatureOptimizer):
             assert self._clip is not None
             norm = float(scales @ norms @ scales)
             if not norm <= self._clip.limit:
-                scales = scales * (math.sqrt(self._clip.limit / norm) if norm == norm else 0.0)
+                shrinkage = math.sqrt(self._clip.limit / norm) if norm == norm else 0.0
+                if self._clip.is_frozen and norm == norm:
+                    decrease, limit = float(limits.decrease * limits.step), float(limits.limit)
+                    shrinkage = max(shrinkage, least_factor(decrease, limit))
+                scales = scales * shrinkage
         return StepScales(*scales.tolist())
 
     # Momentum and parameters
 
     def _limits(
         self, gradients: Vector, products: Vector, factor: Scalar, loss: Any
-    ) -> StepLimits | None:
-        """Return the factors of the step m = μ m_old + v by the loss bound; ``None``: no bound.
+    ) -> tuple[Scalar, StepLimits | None]:
+        """Return the factor of v, and those of m = μ m_old + v by the loss bound, if there is one.
 
         Args:
             gradients: gradients of the loss.
@@ -283,7 +302,7 @@ class KFC(CurvatureOptimizer):
         """
         with self.engine.schedule.timed("update"), self.engine.full_precision():
             if self._bound is None or not products:
-                return None
+                return factor, None
             excess = excess_loss(self.engine, loss if isinstance(loss, Tensor) else None)
             old, new = torch.zeros_like(excess), torch.zeros_like(excess)
             for group, parameters, names in self._by_group(gradients):
@@ -302,7 +321,10 @@ class KFC(CurvatureOptimizer):
                     old = old + momentum * moved(slope, old.device)
             if isinstance(factor, Tensor):
                 factor = moved(factor, new.device)
-            return self._bound.limit(old, factor * new, excess)
+            elif self._clip is not None and self._clip.is_frozen:  # v still lowers h by κE/100
+                factor = max(factor, min(FROZEN, self._bound.least_factor(-new, excess)))
+                self._clip.lengthen(factor)
+            return factor, self._bound.limit(old, factor * new, excess)
 
     def _momentum_buffers(self, parameters: list[Tensor]) -> list[Tensor]:
         for parameter in parameters:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kfc.fisher.likelihoods import Weights
-from kfc.fisher.products import ForwardModeError, products_of_call
+from kfc.fisher.products import ProductError, products_of_call
 from kfc.layers import mixes_examples
 from kfc.optimizers.engine import Engine
 from kfc.statistics.parts import Part, first_part
@@ -20,21 +20,40 @@ def fisher_products(
 
     Args:
         fraction: the part of the step's examples that F is computed on, over all micro-batches.
+
+    Raises:
+        ProductError: on all ranks, if the products cannot be computed on one of them.
     """
+    found = _own_products(engine, vectors, fraction)
+    failure = found if isinstance(found, ProductError) else None
+    flags = engine.reducer.gather([float(failure is not None)])
+    if isinstance(found, ProductError) or any(flag for (flag,) in flags):
+        raise failure or ProductError("exact Fisher products failed on another rank")
+    total, examples = found
+    is_summed = engine.collector.losses.is_summed
+    return engine.reducer.mean_product(total, examples, is_summed=is_summed)
+
+
+def _own_products(
+    engine: Engine, vectors: Sequence[Mapping[str, Tensor]], fraction: float
+) -> tuple[Tensor, int] | ProductError:
+    """Return the products on this rank's examples, and their number; or why there are none."""
     observations, losses = engine.collector.observations, engine.collector.losses
     examples = sum(observation.examples for observation in observations)
     # Batch normalisation has no statistics of a single example.
     fewest = 2 if mixes_examples(engine.model) else 1
     parts = first_part(observations, math.ceil(examples * fraction), fewest)
-    products = [_products_of_part(engine, part, vectors) for part in parts]
+    try:
+        products = [_products_of_part(engine, part, vectors) for part in parts]
+    except ProductError as error:
+        return error
     covered = sum(count for _, count in products)
     total = torch.zeros(len(vectors), len(vectors)).double()
     for values, count in products:
         # On the scale of the loss on all examples; parts are weighted by their examples.
         share = losses.growth(count, examples) * count / covered
         total += share * values.cpu().double()
-    mean = 0.5 * (total + total.mT)
-    return engine.reducer.mean_product(mean, examples, is_summed=losses.is_summed)
+    return 0.5 * (total + total.mT), examples
 
 
 def _products_of_part(
@@ -52,7 +71,7 @@ def _products_of_part(
         return products_of_call(
             engine.model, part.call, vectors, losses.likelihoods, losses.output, weights_of
         )
-    except ForwardModeError:
+    except ProductError:
         raise
     except Exception as error:
         if part.is_whole:

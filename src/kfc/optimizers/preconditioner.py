@@ -12,7 +12,8 @@ from kfc.curvature.options import CurvatureChoice, resolve_curvature
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.access import CurvatureAccess
-from kfc.optimizers.engine import Engine, check_version, versioned
+from kfc.optimizers.engine import Engine
+from kfc.optimizers.versions import check_version, versioned
 from kfc.schedule import Budget, Periods
 
 
@@ -35,7 +36,8 @@ class Preconditioner(CurvatureAccess):
             ``"auto"``: chosen from the derivative of the loss in the first backward pass. If the
             loss is a sum of losses of several outputs, a dict with the likelihood of each.
         output: selects the outputs from what the model returns, if that is not a tensor: a tensor,
-            or a dict of tensors if ``likelihood`` is a dict.
+            or a dict of tensors if ``likelihood`` is a dict. By default the attribute ``logits``,
+            or the only tensor in a tuple that requires a gradient and is not a scalar.
         strict: raise an error if the loss does not fit the likelihood; by default a warning.
         seed: the seed of the generator that draws targets; by default torch's initial seed. The
             global generator is not used.

@@ -165,7 +165,8 @@ class Proposals:
         if not self._engine.collector.observations:
             raise RuntimeError(
                 "the closure did not run the model in training mode: call model.train(), and the "
-                "model itself rather than its parts"
+                "model itself rather than its parts. To train in evaluation mode, pass "
+                "curvature=kfc.Kronecker(gather_in_eval=True)"
             )
         count = len(vectors)
         products, decay = (torch.zeros(count + 1, count + 1).double() for _ in range(2))

@@ -10,7 +10,7 @@ outputs is already diagonal, whereas the eigenbasis of G' G'ᵀ would mix output
 correlated, such as neighbouring pixels.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class OutputRotation:
         self._layer_of = {name: plan.layer_of[name][0] for name in sorted(self._names)}
         # The weights of layers of independent outputs; None until they are known.
         self._excluded: set[str] | None = None
+        self._forgotten: frozenset[str] = frozenset()
 
     def exclude_(self, losses: Losses, reducer: Reducer) -> None:
         """Exclude the layers of independent outputs, as soon as a rank knows them.
@@ -70,6 +71,13 @@ class OutputRotation:
             columns = zip(*known, strict=True)
             self._excluded = {n for n, c in zip(self._layer_of, columns, strict=True) if any(c)}
 
+    def forget_(self, states: States, names: Collection[str]) -> None:
+        """Do not rotate the layers of these parameters, which have lost their curvature."""
+        for name in names:
+            for part in (GRAM, BASIS):
+                states.get(name, {}).pop(part, None)
+        self._forgotten = frozenset(names)
+
     @property
     def _interval(self) -> int:
         """The number of steps between updates of the moving average, one or two per refresh."""
@@ -83,7 +91,7 @@ class OutputRotation:
         """
         if self._excluded is None:
             return
-        for name in self._names & gradients.keys() - self._excluded:
+        for name in (self._names & gradients.keys()) - self._excluded - self._forgotten:
             state, matrix = states[name], gradients[name]
             if BASIS in state and step % self._interval:
                 continue

@@ -11,15 +11,16 @@ from kfc.curvature.damping import Damping
 from kfc.curvature.options import Whitening
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
-from kfc.layers import MatrixLayer
+from kfc.layers import MatrixLayer, Plan
 from kfc.optimizers.adam import SQUARE, STEP, normalise_
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.bound import Excess, LossBound, excess_loss, sum_of_products
 from kfc.optimizers.costs import Costs
-from kfc.optimizers.engine import Engine, check_version
+from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.rotation import BASIS, GRAM, OutputRotation
 from kfc.optimizers.schedule_free import FAST, ScheduleFree
+from kfc.optimizers.versions import check_version
 from kfc.schedule import Budget, Periods, Stretch
 
 Vector = dict[str, Tensor]
@@ -132,10 +133,10 @@ class WhitenedAdam(CurvatureOptimizer):
             curvature=whitening,
             schedule=schedule,
             parallel=parallel,
+            groups=groups,
         )
         of_weight = ("damping", "betas", "eps")
         super().__init__(engine, defaults, groups, of_weight=of_weight)
-        self._parameters = {name: parameter for parameter, name in self._names.items()}
         self._bound = None if loss_bound is None else LossBound(loss_bound)
         self._iterates = ScheduleFree()
         self._rotation = None
@@ -215,9 +216,10 @@ class WhitenedAdam(CurvatureOptimizer):
         gradients are overwritten.
         """
         rotation, engine = self._rotation, self.engine
-        states_by_name = {name: self.state[self._parameters[name]] for name in gradients}
+        states_by_name = {name: self.state[self.engine.members[name]] for name in gradients}
         if rotation is not None:
             rotation.exclude_(engine.collector.losses, engine.reducer)
+            rotation.forget_(states_by_name, engine.fallback.parameters)
             rotation.update_(gradients, states_by_name, engine.steps + 1, engine.in_doubt)
             gradients = rotation.rotated(gradients, states_by_name)
         steps: Vector = {}
@@ -336,12 +338,13 @@ class WhitenedAdam(CurvatureOptimizer):
         rotation = [] if self._rotation is None else [self._rotation.describe()]
         return [*rotation, self.engine.collector.losses.describe()]
 
-    def _state_shape(self, name: str, part: str, shape: list[int]) -> list[int]:
+    def _state_shape(self, plan: Plan, name: str, part: str, shape: list[int]) -> list[int]:
         if part == STEP:
             return []
-        if name not in self.engine.plan.layer_of or part not in (SQUARE, GRAM, BASIS):
+        if name not in plan.layer_of or part not in (SQUARE, GRAM, BASIS):
             return shape
-        geometry = self._geometry(self.engine.plan.layer_of[name][0])
+        geometry = plan.layers[plan.layer_of[name][0]]
+        assert isinstance(geometry, MatrixLayer)
         columns, rows = geometry.factor_sizes()
         return [geometry.groups, rows, columns if part == SQUARE else rows]
 

@@ -80,8 +80,14 @@ class RecordedPass:
 
     # While the model runs
 
-    def record(self, layer: str, inputs: Tensor, output: Any) -> None:
-        """Add one call of a layer."""
+    def record(
+        self, layer: str, inputs: Tensor, output: Any, edge: GradientEdge | None = None
+    ) -> None:
+        """Add one call of a layer.
+
+        Args:
+            edge: where the derivative arrives; by default that of the output as it is now.
+        """
         if isinstance(output, Tensor) and output.numel() == 0:
             return  # an empty batch; the model's output will be refused
         if not (isinstance(output, Tensor) and output.requires_grad):
@@ -92,7 +98,8 @@ class RecordedPass:
         statistics = self._statistics[layer]
         with self._timed(), torch.no_grad(), without_autocast(output.device):
             kept = statistics.forward(inputs, output)
-        edge, call = output_edge(output), LayerCall(layer, statistics, kept, output.shape)
+        edge = edge or output_edge(output)
+        call = LayerCall(layer, statistics, kept, output.shape)
         self.calls.append((edge, call))
         self._outputs.append(weakref.ref(output))
         if self._during_backward:

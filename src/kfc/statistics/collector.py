@@ -158,16 +158,16 @@ class Collector:
         Args:
             size: the first size of its first tensor argument, usually the number of examples.
         """
+        wanted = self._wanted()
         if self.clock.started is None:
             self.clock.start()
             self._reducer.begin_step(self._step)
-            if not self._estimating and self._wanted():
+            if not self._estimating and wanted:
                 self.replays.decide(max(size, self._expected_examples or 0))
         if not self._estimating:
             # DistributedDataParallel changes buffers between passes; checkpointing, in backward.
             is_unused = self._reducer.owns_buffers and not self.observations
             self.buffers.before_pass(may_wait=self._due, is_unused=is_unused)
-        wanted = self._wanted()
         if not wanted or self.replays.are_active:
             return None
         layers, fresh = self._curvature.layers, self._estimating

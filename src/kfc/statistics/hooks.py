@@ -2,8 +2,9 @@
 
 A hook on the model opens a ``RecordedPass`` if the collector wants statistics from this
 forward pass; hooks on the layers record their calls in it; a second hook passes it and the
-model's output to the collector. Nothing is recorded in evaluation mode, without gradients, outside
-the model's own forward (as when checkpointing recomputes a part of it), or while suspended.
+model's output to the collector. Nothing is recorded in evaluation mode (unless asked for), without
+gradients, outside the model's own forward (as when checkpointing recomputes a part of it), or while
+suspended.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from kfc.fisher.calls import (
 from kfc.layers import Layer
 from kfc.statistics.backward import RecordedPass
 from kfc.statistics.collector import Collector
+from kfc.statistics.functional import FunctionalCalls
 
 
 class ModelHooks:
@@ -43,14 +45,26 @@ class ModelHooks:
     Args:
         layers: the layers to record, by name.
         collector: what the hooks report to; held weakly.
+        in_eval: whether passes in evaluation mode are recorded, too.
     """
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, Layer], collector: Collector) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, Layer],
+        collector: Collector,
+        *,
+        in_eval: bool = False,
+    ) -> None:
         refuse_hidden_layers(model)
+        self._in_eval = in_eval
         self._layers = dict(layers)
         self._collector = weakref.ref(collector)
         # Per thread: a model may be evaluated in one thread while another trains it.
         self._thread = threading.local()
+        # The layers whose modules run, and those that run without them.
+        self._ran: set[str] = set()
+        self._functional: set[str] = set()
         self._handles: list[RemovableHandle] = []
         me = weakref.ref(self)
         self._add(model.register_forward_pre_hook, _Hook(me, "_before_model"))
@@ -68,9 +82,9 @@ class ModelHooks:
         self._thread.running, self._thread.recorded = False, None
         collector = self._collector()
         if collector is not None and collector.draws.replayed is not None:
-            self._thread.recorded = collector.draws.replayed
+            self._record_in(collector.draws.replayed)
             return
-        if collector is None or not model.training:
+        if collector is None or not (model.training or self._in_eval):
             return
         if not torch.is_grad_enabled() or is_transformed():  # no plain backward can follow
             return
@@ -78,7 +92,22 @@ class ModelHooks:
         self._thread.random_state = None
         if collector.records_random_state:
             self._thread.random_state = get_random_state(accelerators_of(model))
-        self._thread.recorded = collector.new_pass(_first_size((args, kwargs)))
+        self._record_in(collector.new_pass(_first_size((args, kwargs))))
+
+    def _record_in(self, recorded: RecordedPass | None) -> None:
+        """Record the pass that begins, also calls of layers without their modules."""
+        self._thread.recorded, self._thread.calls = recorded, None
+        if recorded is not None and (self._functional or not self._ran.issuperset(recorded.wanted)):
+            self._thread.calls = calls = FunctionalCalls(recorded, self._layers)
+            calls.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end_calls(self) -> None:
+        calls: FunctionalCalls | None = getattr(self._thread, "calls", None)
+        if calls is not None:
+            self._thread.calls = None
+            calls.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            calls.record_waiting()
+            self._functional |= calls.found
 
     def _after_layer(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
@@ -90,12 +119,16 @@ class ModelHooks:
                 collector.replays.note_output(name, output.numel())
         if recorded is None or name not in recorded.wanted or not self._layers[name].trained():
             return
+        if self._thread.calls is not None:
+            self._thread.calls.drop_waiting(name)
+        self._ran.add(name)
         inputs = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
         recorded.record(name, inputs, output)
 
     def _after_model(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         recorded: RecordedPass | None = getattr(self._thread, "recorded", None)
         running = getattr(self._thread, "running", False)
+        self._end_calls()
         self._thread.running, self._thread.recorded = False, None
         collector = self._collector()
         failed = output is None and sys.exc_info()[0] is not None

@@ -1,0 +1,101 @@
+"""Layers that follow their plain gradient because no statistics of them arrive."""
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from kfc.curvature.model import ModelCurvature
+from kfc.distributed.reducer import Reducer
+from kfc.layers import Plan
+
+REASON = "no statistics: its module did not run, or did not reach the outputs"
+# The number of names in a warning.
+MOST_NAMES = 5
+
+
+class Fallback:
+    """Keeps track of the layers that have lost their curvature.
+
+    Args:
+        plan: the plan at construction.
+
+    Attributes:
+        plan: the plan without these layers.
+        parameters: the names of their parameters.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, curvature: ModelCurvature, reducer: Reducer
+    ) -> None:
+        self._model = model
+        self._whole = self.plan = plan
+        self._curvature, self._reducer = curvature, reducer
+        self._layers: list[str] = []
+        self._for_now: list[str] = []
+        self.parameters: set[str] = set()
+
+    def add(
+        self, missing: Sequence[str], gradients: Mapping[str, Tensor], for_now: Collection[str]
+    ) -> None:
+        """Let layers fall back that have a gradient on any rank; warn once for all of them.
+
+        Args:
+            missing: the layers without statistics, the same on all ranks.
+            for_now: layers that fall back until the end of the step only, without a warning.
+        """
+        named = {self._whole.layer_of[name][0] for name in gradients if name in self.plan.layer_of}
+        flags = self._reducer.gather([float(layer in named) for layer in missing])
+        fallen = [layer for layer, *on in zip(missing, *flags, strict=True) if any(on)]
+        if fallen:
+            self.restore([*self._layers, *fallen])
+            self._for_now = [layer for layer in fallen if layer in for_now]
+            lasting = [layer for layer in fallen if layer not in for_now]
+            if lasting and self._reducer.rank == 0:
+                self._warn(lasting)
+
+    def end_step(self) -> None:
+        """Return the layers to curvature that have lost it for this step only."""
+        self.restore([layer for layer in self._layers if layer not in self._for_now])
+        self._for_now = []
+
+    def restore(self, layers: Sequence[str]) -> None:
+        """Let exactly these layers follow their plain gradient."""
+        self._layers = list(layers)
+        self.plan = self.plan_without(layers)
+        self.parameters = set(self._whole.layer_of) - set(self.plan.layer_of)
+        self._curvature.restrict(self.plan)
+
+    def plan_without(self, layers: Collection[str]) -> Plan:
+        return self._whole.without(dict.fromkeys(layers, REASON))
+
+    def _warn(self, layers: Sequence[str]) -> None:
+        sizes = {n: p.numel() for n, p in self._model.named_parameters() if p.requires_grad}
+        layer_of = {name: self._whole.layer_of[name][0] for name in self.parameters}
+        own = sum(size for name, size in sizes.items() if layer_of.get(name) in layers)
+        share = own / sum(sizes.values())
+        shown = ", ".join(map(repr, layers[:MOST_NAMES]))
+        more = f" and {len(layers) - MOST_NAMES} more" if len(layers) > MOST_NAMES else ""
+        what = f"layers {shown}{more} have" if len(layers) > 1 else f"layer {shown} has"
+        warnings.warn(
+            f"{what} a gradient, but no statistics, and {share:.1%} of the trained weights. "
+            "Their plain gradient is used from now on. Their modules did not run, or did not reach "
+            "an output, in a training-mode forward pass of the model itself. Call modules instead "
+            "of using their weights, call the model rather than its parts, and have output= return "
+            "every tensor that the loss is computed from; or exclude the layers, "
+            'groups=[{"prefix": ..., "treatment": "plain"}]',
+            stacklevel=2,
+        )
+
+    # Checkpoints
+
+    def state_dict(self) -> list[str]:
+        return list(self._layers)
+
+    def check_state(self, state: object) -> None:
+        """Raise ``ValueError`` unless the state is a list of layers of this model."""
+        if not isinstance(state, list) or not self._whole.layers.keys() >= set(state):
+            raise ValueError(
+                "the state's layers without statistics must be a list of names among "
+                f"{list(self._whole.layers)}, got {state!r}"
+            )
