@@ -31,6 +31,8 @@ def widest(device: torch.device) -> torch.dtype:
 
 def at_least_float32(tensor: Tensor) -> Tensor:
     """Return a tensor in float32 at least."""
+    if tensor.dtype in (torch.float32, torch.float64):
+        return tensor
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -43,6 +45,13 @@ def all_finite(values: Iterable[Tensor]) -> Tensor:
     if len(dtypes) == 1:
         return torch.stack([moved(scalar, home) for scalar in scalars]).isfinite().all()
     return torch.stack([moved(torch.isfinite(scalar), home) for scalar in scalars]).all()
+
+
+def are_finite(scalars: Sequence[Tensor]) -> bool:
+    """Return whether all scalars are finite; the host waits for them."""
+    if all(scalar.device.type == "cpu" for scalar in scalars):
+        return all(math.isfinite(scalar.item()) for scalar in scalars)
+    return bool(all_finite(scalars))
 
 
 def finite_scalars(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -70,11 +79,15 @@ def parts_by_size(tensors: Sequence[Tensor], most: int = 2**20) -> Iterator[slic
 
 def inner_product(one: Tensor, other: Tensor) -> Tensor:
     """Return the sum of the products of all entries, in float32 at least."""
-    wide = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float32)
-    pair = [one.to(wide), other.to(wide)]
-    if all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in pair):
-        pair = [t.permute(0, 2, 3, 1) for t in pair]  # views whose entries are in order
-    return torch.dot(pair[0].reshape(-1), pair[1].reshape(-1))
+    one, other = at_least_float32(one), at_least_float32(other)
+    if one.dtype != other.dtype:
+        one, other = one.double(), other.double()
+    is_dense = one.dim() == 4 and one.is_contiguous(memory_format=torch.channels_last)
+    if is_dense and one.stride() == other.stride():
+        # In the order of the memory, which is the same for both
+        flat = (one.numel(),)
+        return torch.dot(one.as_strided(flat, (1,)), other.as_strided(flat, (1,)))
+    return torch.dot(one.reshape(-1), other.reshape(-1))
 
 
 def require_number(

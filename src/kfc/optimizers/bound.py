@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kfc._helpers import inner_product, moved, require_keys, require_number, widest
 from kfc.optimizers.engine import Engine
+from kfc.optimizers.steps import Scalar, where
 from kfc.statistics.observation import Observation, count_examples
 
 # The weight of the old value in the running mean of the excess.
@@ -38,15 +39,15 @@ FAST_DECREASE, LARGEST_GROWTH = 0.04, 2.0
 
 
 class StepLimits(NamedTuple):
-    """Factors of a step, scalars on the device.
+    """Factors of a step.
 
     Attributes:
         momentum: 0 if momentum is dropped, else 1.
         step: the factor of the whole step, at most 1.
     """
 
-    momentum: Tensor
-    step: Tensor
+    momentum: Scalar
+    step: Scalar
 
 
 class Excess(NamedTuple):
@@ -67,7 +68,7 @@ class Excess(NamedTuple):
 class LossBound:
     """Limits the predicted change of the objective in a step.
 
-    All of it stays on the device: the host does not wait.
+    It works with numbers, or with scalars on a device, which the host does not wait for.
 
     Args:
         share: κ.
@@ -112,7 +113,7 @@ class LossBound:
         new = DECREASE_DECAY * before + (1 - DECREASE_DECAY) * latest
         self._decrease = torch.where(torch.isfinite(latest), new, before)
 
-    def limit(self, momentum: Tensor, update: Tensor, excess: Tensor) -> StepLimits:
+    def limit(self, momentum: Scalar, update: Scalar, excess: Scalar) -> StepLimits:
         """Return the factors of a step m = μ m_old + v.
 
         Args:
@@ -121,15 +122,14 @@ class LossBound:
             excess: E of the objective.
         """
         is_uphill = (momentum + update > 0) & (momentum > 0)
-        decrease = -torch.where(is_uphill, update, momentum + update)
-        limit = self._share * moved(excess, decrease.device).to(decrease)
+        decrease = -where(is_uphill, update, momentum + update)
+        limit = self._share * excess
         # False if either is NaN; such a step is skipped anyway.
         is_exceeded = decrease > limit
-        factor = torch.where(is_exceeded, limit / torch.where(is_exceeded, decrease, 1), 1.0)
-        self._factor = factor
-        self._bounds = is_exceeded.long() + _here(self._bounds, decrease)
-        self._restarts = is_uphill.long() + _here(self._restarts, decrease)
-        return StepLimits((~is_uphill).to(factor), factor)
+        self._factor = where(is_exceeded, limit / where(is_exceeded, decrease, 1.0), 1.0)
+        self._bounds = _counted(is_exceeded, self._bounds)
+        self._restarts = _counted(is_uphill, self._restarts)
+        return StepLimits(where(is_uphill, 0.0, 1.0), self._factor)
 
     def resize(self, predicted: Tensor, excess: Excess) -> Tensor:
         """Return the factor that brings the predicted change of the loss between κE/2 and κE.
@@ -147,7 +147,7 @@ class LossBound:
         if excess.is_exact is not None:
             factor = torch.where(excess.is_exact, factor, factor.clamp(max=1))
         self._factor = factor
-        self._bounds = (ratio < 1).long() + _here(self._bounds, ratio)
+        self._bounds = _counted(ratio < 1, self._bounds)
         return factor
 
     def _growth(self, excess: Excess) -> Tensor:
@@ -195,8 +195,11 @@ def _like(value: Tensor | float, other: Tensor) -> Tensor:
     return torch.as_tensor(value, dtype=other.dtype, device=other.device)
 
 
-def _here(count: Tensor | int, like: Tensor) -> Tensor | int:
-    return moved(count, like.device) if isinstance(count, Tensor) else count
+def _counted(new: Tensor | bool, before: Tensor | int) -> Tensor | int:
+    """Return a count, increased by one if a flag is set, where the flag is."""
+    if isinstance(before, Tensor) and isinstance(new, Tensor):
+        before = moved(before, new.device)
+    return before + (new.long() if isinstance(new, Tensor) else new)
 
 
 def excess_loss(engine: Engine, loss: Tensor | None = None) -> Tensor:

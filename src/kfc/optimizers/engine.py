@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfc._helpers import all_finite, finite_scalars, moved, require_keys, require_whole
+from kfc._helpers import all_finite, are_finite, finite_scalars, moved, require_keys, require_whole
 from kfc.curvature.damping import Damping
 from kfc.curvature.model import ModelCurvature
 from kfc.curvature.options import Approximation
@@ -22,6 +22,7 @@ from kfc.fisher.losses import Losses
 from kfc.layers import find_layers
 from kfc.optimizers.costs import Allowance, counted_costs, work_of
 from kfc.optimizers.skipping import SkippedSteps
+from kfc.optimizers.steps import Scalar
 from kfc.schedule import Budget, Periods, Schedule, longest
 from kfc.statistics.collector import Collector
 from kfc.statistics.hooks import ModelHooks
@@ -184,17 +185,16 @@ class Engine:
         """Return whether the batch may be used, as far as the host knows."""
         with self.schedule.timed("check"):
             traces = batch.traces()
-            bad = ~all_finite([*finite_scalars(gradients.values()), *traces])
-            if overflow is not None:
-                bad = bad | moved(overflow, bad.device)
-            due = self._inverses_are_due()
-            wait = wait or not self.is_asynchronous
-            if not (wait or traces or due or self.curvature.lacks_inverses()):
-                self.doubt(bad, overflow)
+            scalars = [*finite_scalars(gradients.values()), *traces]
+            wait = wait or not self.is_asynchronous or self._inverses_are_due()
+            if not (wait or traces or self.curvature.lacks_inverses()):
+                bad = ~all_finite(scalars)
+                self.doubt(bad if overflow is None else bad | moved(overflow, bad.device), overflow)
                 return True
-            if not bad.item():
+            overflowed = overflow is not None and bool(overflow)
+            if are_finite(scalars) and not overflowed:
                 return True
-        self.skip_step(quietly=overflow is not None and bool(overflow))
+        self.skip_step(quietly=overflowed)
         return False
 
     def update_(self, batch: BatchStatistics, *, may_skip: bool = False) -> None:
@@ -236,13 +236,22 @@ class Engine:
                 at_once=at_once,
             )
 
-    def solve_(self, vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def solve_(self, vectors: dict[str, Tensor]) -> dict[str, Scalar]:
         """Replace vectors v in a dict by F̂_damped⁻¹ v (eqn 11), and return vᵀ F̂_damped⁻¹ v.
 
-        Both are by parameter name, in new tensors.
+        Both are by parameter name, the vectors in new tensors.
         """
         with self.schedule.timed("natural gradient"), self.full_precision():
-            return self.curvature.solve_(vectors)
+            products = self.curvature.solve_(vectors)
+            if self.is_asynchronous:
+                return {**products}
+            return {name: product.item() for name, product in products.items()}
+
+    def known(self, scalar: Scalar) -> Scalar:
+        """Return a number, or a scalar on the model's device if the host would wait for it."""
+        if not isinstance(scalar, Tensor):
+            return scalar
+        return moved(scalar, self.device) if self.is_asynchronous else scalar.item()
 
     def doubt(self, bad: Tensor, quietly: Tensor | None = None) -> None:
         """Mark the step in progress as bad if a boolean scalar on the device is true."""
