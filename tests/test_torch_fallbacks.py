@@ -52,11 +52,13 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("known_level", [True, False])
+@pytest.mark.parametrize("missing", ["", "level", "stack"])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_functional_transforms_are_noticed(name, known_level, monkeypatch):
-    if not known_level:
+def test_functional_transforms_are_noticed(name, missing, monkeypatch):
+    if missing == "level":
         monkeypatch.setattr(_helpers, "forward_ad", WithoutLevel())
+    if missing == "stack":
+        monkeypatch.delattr(torch._C._functorch, "peek_interpreter_stack")
     seen = []
 
     def probed(x):
@@ -261,3 +263,18 @@ def test_views():
 def test_process_groups():
     assert _helpers.group_timeout(SimpleNamespace()) is None
     assert not _helpers.is_in_join(SimpleNamespace())
+
+
+def test_named_parameters():
+    """In torch's order, with the first name of a parameter or module that occurs several times."""
+    shared = nn.Linear(3, 3)
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(3, 3), shared), nn.BatchNorm1d(3, affine=False), shared
+    )
+    model.add_module("last", nn.Linear(3, 3, bias=False))
+    model.last.weight = model[0][0].weight
+    model.register_parameter("own", nn.Parameter(torch.zeros(2)))
+    model.register_module("nothing", None)
+    found, expected = _helpers.named_parameters(model), list(model.named_parameters())
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert all(p is q for (_, p), (_, q) in zip(found, expected, strict=True))

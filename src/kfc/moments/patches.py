@@ -214,9 +214,11 @@ def correlation_pays(inputs: Tensor, window: Window) -> bool:
     size = inputs.shape[2:]
     # Patches are written once and read once.
     by_patches = len(inputs) * prod(window.locations(size)) * width * (width + 2 * PASS)
+    start = CORRELATION_START / window.groups
+    if by_patches <= start:
+        return False
     phases = channels * prod(window.stride)
     by_correlation = patch_moment_cost(len(inputs), phases, window.axes(size))
-    start = CORRELATION_START / window.groups
     return start + CORRELATION_HANDICAP * by_correlation < by_patches
 
 

@@ -25,7 +25,8 @@ from kfc.optimizers.averaging import (
     swapped_in,
     update_averages_,
 )
-from kfc.optimizers.engine import Engine, check_version, versioned
+from kfc.optimizers.checks import check_version, versioned
+from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import build_groups
 
 # A param group, some of its parameters, and their names.

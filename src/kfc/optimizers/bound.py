@@ -220,7 +220,7 @@ def excess_loss(engine: Engine, loss: Tensor | None = None) -> Tensor:
     parts = [part for each in observations for part in _parts_of_pass(engine, each, examples)]
     known = [moved(part, device).to(widest(device)) for part in parts if part is not None]
     if parts and len(known) == len(parts):
-        total = torch.stack(known).sum()
+        total = known[0] if len(known) == 1 else torch.stack(known).sum()
     else:
         total = torch.full((), torch.inf, dtype=widest(device), device=device)
         if loss is not None:
@@ -248,12 +248,12 @@ def _parts_of_pass(
         assert loss.likelihood is not None
         if not loss.is_read:
             found = [torch.stack(found).sum(0)]  # parts of one loss, as far as is known
-        for derivative, weights in zip(
-            found, collector.weights_by_pass(observation, name), strict=True
-        ):
+        for derivative, terms in zip(found, collector.terms.of(observation, name), strict=True):
+            weights, excess = terms
             if not losses.is_summed:  # the weights are those of a step with this pass alone
                 weights = weights * (observation.examples / examples) * scale
-            excess = loss.likelihood.excess(outputs, derivative, weights)
+            if excess is None:
+                excess = loss.likelihood.excess(outputs, derivative, weights)
             yield None if excess is None else excess / scale
 
 

@@ -1,5 +1,6 @@
 """The curvature of a model, kept up to date from step to step."""
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -7,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfc._helpers import all_finite, are_finite, finite_scalars, moved, require_keys, require_whole
+from kfc._helpers import (
+    all_finite,
+    are_finite,
+    finite_scalars,
+    is_asynchronous,
+    moved,
+    named_parameters,
+    require_keys,
+    require_whole,
+)
 from kfc.curvature.damping import Damping
 from kfc.curvature.model import ModelCurvature
 from kfc.curvature.options import Approximation
@@ -15,11 +25,12 @@ from kfc.curvature.statistics import BatchStatistics
 from kfc.distributed.asynchronous import InverseRefresher
 from kfc.distributed.options import Parallel
 from kfc.distributed.ranked import make_reducer
-from kfc.distributed.sharding import refuse_sharded, refuse_sharding_wrapper
+from kfc.distributed.sharding import refuse_sharded
 from kfc.fisher.calls import without_autocast
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.fisher.losses import Losses
 from kfc.layers import find_layers
+from kfc.optimizers.checks import check_model
 from kfc.optimizers.costs import Allowance, counted_costs, work_of
 from kfc.optimizers.skipping import SkippedSteps
 from kfc.optimizers.steps import Scalar
@@ -27,7 +38,6 @@ from kfc.schedule import Budget, Periods, Schedule, longest
 from kfc.statistics.collector import Collector
 from kfc.statistics.hooks import ModelHooks
 
-STATE_VERSION = 10
 STATE_KEYS = (
     *("steps", "skipped_steps", "generator", "losses", "expected", "replaces_guess"),
     *("budget", "allowance", "curvature", "inverses"),
@@ -69,7 +79,7 @@ class Engine:
         averaging_timescale: float | None = None,
     ) -> None:
         options = curvature.with_decay(averaging_timescale)
-        _check_model(model)
+        check_model(model)
         if seed is not None:
             require_whole("seed", seed, low=None)
             if options.fisher != "sampled":
@@ -101,6 +111,9 @@ class Engine:
         self.steps = 0
         self.skipped_steps = SkippedSteps()
         self.in_doubt: Tensor | None = None
+        # Whether solve_() has to find out if the gradients are finite.
+        self._is_unchecked = False
+        self._counted_for: object = None
         self._quietly: Tensor | None = None
         self._replaces_guess = False
         # Since the start, or since a state was loaded.
@@ -117,7 +130,7 @@ class Engine:
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the trained parameters that have one, by name."""
         found: dict[str, Tensor] = {}
-        parameters = list(self.model.named_parameters())
+        parameters = named_parameters(self.model)
         refuse_sharded(parameters)
         for name, parameter in parameters:
             if parameter.grad is None or not parameter.requires_grad:
@@ -138,6 +151,7 @@ class Engine:
         overflow: Tensor | None = None,
         *,
         wait: bool = False,
+        solves: bool = False,
     ) -> BatchStatistics | None:
         """Return the statistics of the batch, or ``None`` if the step was skipped.
 
@@ -149,6 +163,7 @@ class Engine:
             gradients: the gradients by parameter name.
             loss_scale: the factor of the loss that the gradients do not have any more.
             overflow: whether the caller found the batch bad, to be skipped without a warning.
+            solves: whether ``solve_()`` follows, which finds bad gradients without further work.
         """
         if not self._hooks.close.alive:
             raise RuntimeError("the optimizer is closed: its hooks are removed; make a new one")
@@ -163,7 +178,7 @@ class Engine:
             self.schedule.begin_measuring(clock.started, clock.spent)
             self.reducer.check_equal(self.model, gradients, self.steps + 1, first=self._is_first)
             self._is_first = False
-            return batch if self._is_good(gradients, batch, overflow, wait) else None
+            return batch if self._is_good(gradients, batch, overflow, wait, solves) else None
 
     def _require_statistics(self, gradients: Mapping[str, Tensor], batch: BatchStatistics) -> None:
         covered = any(name in self.plan.layer_of for name in gradients)
@@ -181,13 +196,17 @@ class Engine:
         batch: BatchStatistics,
         overflow: Tensor | None,
         wait: bool,
+        solves: bool,
     ) -> bool:
         """Return whether the batch may be used, as far as the host knows."""
         with self.schedule.timed("check"):
-            traces = batch.traces()
-            scalars = [*finite_scalars(gradients.values()), *traces]
-            wait = wait or not self.is_asynchronous or self._inverses_are_due()
-            if not (wait or traces or self.curvature.lacks_inverses()):
+            due = batch.moments or self._inverses_are_due() or self.curvature.lacks_inverses()
+            wait = wait or bool(due)
+            self._is_unchecked = solves and not (wait or self.is_asynchronous or overflow)
+            if self._is_unchecked:
+                return True
+            scalars = [*finite_scalars(gradients.values()), *batch.traces()]
+            if self.is_asynchronous and not wait:
                 bad = ~all_finite(scalars)
                 self.doubt(bad if overflow is None else bad | moved(overflow, bad.device), overflow)
                 return True
@@ -209,7 +228,11 @@ class Engine:
         if batch.moments:
             work = work_of(batch)
             self.allowance.limit_columns(self.curvature, work)
-            self.allowance.set_costs(counted_costs(self.curvature, work))
+            layers = [self.curvature.layers[name] for name in work]
+            shapes = [(layer.trained_roles(), layer.inverse_widths()) for layer in layers]
+            if self._counted_for != (work, shapes):  # costs depend on nothing else
+                self._counted_for = work, shapes
+                self.allowance.set_costs(counted_costs(self.curvature, work))
         with self.schedule.timed("averages"), self.full_precision():
             self.curvature.update_(batch, replace=self._replaces_guess)
         if self.steps == 0:
@@ -236,16 +259,23 @@ class Engine:
                 at_once=at_once,
             )
 
-    def solve_(self, vectors: dict[str, Tensor]) -> dict[str, Scalar]:
+    def solve_(self, vectors: dict[str, Tensor]) -> dict[str, Scalar] | None:
         """Replace vectors v in a dict by F̂_damped⁻¹ v (eqn 11), and return vᵀ F̂_damped⁻¹ v.
 
         Both are by parameter name, the vectors in new tensors.
+
+        Returns:
+            ``None`` if the step was skipped because a vector is not finite.
         """
         with self.schedule.timed("natural gradient"), self.full_precision():
             products = self.curvature.solve_(vectors)
             if self.is_asynchronous:
                 return {**products}
-            return {name: product.item() for name, product in products.items()}
+            known: dict[str, Scalar] = {name: each.item() for name, each in products.items()}
+        if self._is_unchecked and not all(map(math.isfinite, known.values())):
+            self.skip_step()
+            return None
+        return known
 
     def known(self, scalar: Scalar) -> Scalar:
         """Return a number, or a scalar on the model's device if the host would wait for it."""
@@ -360,36 +390,3 @@ class Engine:
         self.steps = state["steps"]
         self._is_first = True
         self._prepare_next()
-
-
-def is_asynchronous(device: torch.device) -> bool:
-    """Return whether the host has to wait for the results of a device."""
-    return device.type != "cpu"
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if next(model.parameters(), None) is None:
-        raise ValueError("the model has no parameters to train")
-    refuse_sharding_wrapper(model)
-    refuse_sharded(model.named_parameters())
-
-
-def versioned(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with the current version."""
-    return {"version": STATE_VERSION, **state}
-
-
-def check_version(state: object) -> None:
-    """Raise ``ValueError`` unless a state dict has the current version."""
-    if not isinstance(state, Mapping):
-        raise ValueError(f"the state dict must be a dict, got {type(state).__name__}")
-    found = state.get("version")
-    if found != STATE_VERSION:
-        saved = "has no version: it is incomplete, or was saved by another optimizer or by an older"
-        saved = saved if found is None else f"has version {found!r}: it was saved by a different"
-        raise ValueError(
-            f"the state dict {saved} version of kfc. This one loads version {STATE_VERSION} only; "
-            "start the optimizer without it"
-        )

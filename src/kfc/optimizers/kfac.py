@@ -13,8 +13,9 @@ from kfc.curvature.options import CurvatureChoice, resolve_curvature
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.base import CurvatureOptimizer
+from kfc.optimizers.checks import check_version
 from kfc.optimizers.damping import FactorDamping, ModelDamping
-from kfc.optimizers.engine import Engine, check_version
+from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.objective import Objective, decay_penalty
 from kfc.optimizers.options import Adaptation, require_limit

@@ -14,8 +14,9 @@ from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.bound import LossBound, StepLimits, excess_loss, sum_of_products
+from kfc.optimizers.checks import check_version
 from kfc.optimizers.clipping import NormClip
-from kfc.optimizers.engine import Engine, check_version
+from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.norms import fisher_products
 from kfc.optimizers.options import FisherClip, resolve_clip
@@ -121,7 +122,7 @@ class KFC(CurvatureOptimizer):
         loss_scale, overflow = self._unscale_()
         gradients, engine = self.engine.gradients(), self.engine
         self._require_batch()
-        batch = engine.begin_step(gradients, loss_scale, overflow)
+        batch = engine.begin_step(gradients, loss_scale, overflow, solves=True)
         if batch is None:
             return loss
         is_due = self._clip is not None and self._clip.is_due()  # whether ν is computed
@@ -132,6 +133,8 @@ class KFC(CurvatureOptimizer):
         engine.refresh_inverses(self._layer_damping)  # T_f: (Ω ⊗ Γ)⁻¹, damped by λ + γ
         update = self._add_weight_decay(gradients)  # ∇h: gradient of the loss, plus λθ
         products = engine.solve_(update)  # F̂⁻¹∇h (eqn 11); returns ∇hᵀF̂⁻¹∇h
+        if products is None:
+            return loss  # a gradient is not finite: the step is skipped
         norms = self._fisher_norms(update) if is_due and products else None
         factor = self._clip_factor(products, norms)  # √(C/ν) if ν = vᵀFv + λvᵀv > C; v = -α F̂⁻¹∇h
         if factor is None:

@@ -12,7 +12,8 @@ from kfc.curvature.options import CurvatureChoice, resolve_curvature
 from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.access import CurvatureAccess
-from kfc.optimizers.engine import Engine, check_version, versioned
+from kfc.optimizers.checks import check_version, versioned
+from kfc.optimizers.engine import Engine
 from kfc.schedule import Budget, Periods
 
 

@@ -15,8 +15,9 @@ from kfc.layers import MatrixLayer
 from kfc.optimizers.adam import SQUARE, STEP, normalise_
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.bound import Excess, LossBound, excess_loss, sum_of_products
+from kfc.optimizers.checks import check_version
 from kfc.optimizers.costs import Costs
-from kfc.optimizers.engine import Engine, check_version
+from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.rotation import BASIS, GRAM, OutputRotation
 from kfc.optimizers.schedule_free import FAST, ScheduleFree
