@@ -281,19 +281,29 @@ def after_backward(action: Callable[[], None]) -> None:
         engine.queue_callback(action)
 
 
-def will_reach(parameters: Iterable[Tensor]) -> bool:
-    """Return whether the running backward reaches any of the parameters; true if unknown."""
+def will_reach(parameters: Iterable[Tensor], reached: set[Node]) -> bool:
+    """Return whether the running backward reaches any of the parameters; true if unknown.
+
+    Args:
+        reached: the node of a parameter that an earlier backward reached, which is updated. It
+            takes long to find; on accelerators it is not kept, because it belongs to a stream.
+    """
     private = getattr(torch._C, "_will_engine_execute_node", None)
     if private is None:
         return True
-    for parameter in parameters:
-        if parameter.requires_grad:
-            try:
-                reached = private(get_gradient_edge(parameter).node)
-            except RuntimeError:  # torch.autograd.grad with respect to this parameter
-                return True
-            if reached:
-                return True
+    try:
+        if any(map(private, reached)):
+            return True
+        reached.clear()
+        for parameter in parameters:
+            if parameter.requires_grad:
+                node = get_gradient_edge(parameter).node
+                if private(node):
+                    if parameter.device.type == "cpu":
+                        reached.add(node)
+                    return True
+    except RuntimeError:  # torch.autograd.grad with respect to this parameter
+        return True
     return False
 
 

@@ -22,9 +22,9 @@ class StepScales(NamedTuple):
 
 def sum_of_scalars(scalars: Sequence[Scalar]) -> Scalar:
     """Return the sum of numbers, or of scalars on devices, on the device of the first."""
-    tensors = [scalar for scalar in scalars if isinstance(scalar, Tensor)]
-    if not tensors:
-        return sum(scalar for scalar in scalars if not isinstance(scalar, Tensor))
+    if not scalars or not isinstance(scalars[0], Tensor):
+        return sum(scalars)
+    tensors = [torch.as_tensor(scalar) for scalar in scalars]
     home = tensors[0].device
     wide = widest(home)
     return torch.stack([moved(tensor, home).to(wide) for tensor in tensors]).sum()

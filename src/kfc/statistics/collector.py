@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from kfc._helpers import all_finite, keeps_graph, will_reach
 from kfc.curvature.model import ModelCurvature
@@ -70,6 +71,7 @@ class Collector:
         self.buffers = BufferGuard(model)
         self._observations: list[Observation] = []
         self.terms = StepTerms(losses)
+        self._reached: set[Node] = set()
         self.loss_scale: float | Tensor = 1.0
         self._expected_examples: int | None = None
         self.is_guess = False
@@ -231,7 +233,7 @@ class Collector:
         if self._is_gathering or observation not in self._observations:
             return
         # Gradients in the inputs, for instance, are not those of a training step.
-        if not (self._estimating or will_reach(self.model.parameters())):
+        if not (self._estimating or will_reach(self.model.parameters(), self._reached)):
             return
         try:
             self._add_derivative(observation, name, derivative)
