@@ -272,18 +272,3 @@ def test_views():
 def test_process_groups():
     assert _helpers.group_timeout(SimpleNamespace()) is None
     assert not _helpers.is_in_join(SimpleNamespace())
-
-
-def test_named_parameters():
-    """In torch's order, with the first name of a parameter or module that occurs several times."""
-    shared = nn.Linear(3, 3)
-    model = nn.Sequential(
-        nn.Sequential(nn.Linear(3, 3), shared), nn.BatchNorm1d(3, affine=False), shared
-    )
-    model.add_module("last", nn.Linear(3, 3, bias=False))
-    model.last.weight = model[0][0].weight
-    model.register_parameter("own", nn.Parameter(torch.zeros(2)))
-    model.register_module("nothing", None)
-    found, expected = _helpers.named_parameters(model), list(model.named_parameters())
-    assert [name for name, _ in found] == [name for name, _ in expected]
-    assert all(p is q for (_, p), (_, q) in zip(found, expected, strict=True))

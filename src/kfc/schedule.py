@@ -196,7 +196,7 @@ def _shortest(work: float, allowance: float) -> int:
 class Timed:
     """A context that adds its time to a schedule, unless it fails.
 
-    Several are entered in every step, and a generator takes three times as long.
+    Several are entered in every step, and a generator takes twice as long.
     """
 
     __slots__ = ("_continued", "_part", "_schedule", "_start")

@@ -83,8 +83,8 @@ def read_categorical(outputs: Tensor, derivative: Tensor, axis: int) -> Reading:
 def read_classes(outputs: Tensor, derivative: Tensor, axis: int) -> ClassTerms | None:
     """Read c and the excess of every term if all targets are certain to be one class.
 
-    This is what ``read_categorical`` and ``excess_of_categories`` return then, with a third of the
-    operations. The host waits for the device.
+    This is what ``read_categorical`` and ``excess_of_categories`` return then, with less than half
+    of the operations. The host waits for the device.
     """
     x = at_least_float32(outputs)
     above = derivative.to(x.dtype).relu()
@@ -95,7 +95,7 @@ def read_classes(outputs: Tensor, derivative: Tensor, axis: int) -> ClassTerms |
     if others < 2 or not fewest.item() == others == most.item():
         return None
     shifted = x - x.amax(axis, keepdim=True)
-    scaled = shifted.exp()  # softmax starts threads
+    scaled = shifted.exp()  # p, times its sum
     total = scaled.sum(axis, keepdim=True)
     mass = scaled * positive
     ratio = above.sum(axis, keepdim=True) / mass.sum(axis, keepdim=True)

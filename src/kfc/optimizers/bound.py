@@ -254,7 +254,8 @@ def _parts_of_pass(
                 weights = weights * (observation.examples / examples) * scale
             if excess is None:
                 excess = loss.likelihood.excess(outputs, derivative, weights)
-            yield None if excess is None else excess / scale
+            is_scaled = isinstance(scale, Tensor) or scale != 1
+            yield excess / scale if is_scaled and excess is not None else excess
 
 
 def sum_of_products(vectors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:

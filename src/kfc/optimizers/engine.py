@@ -14,7 +14,6 @@ from kfc._helpers import (
     finite_scalars,
     is_asynchronous,
     moved,
-    named_parameters,
     require_keys,
     require_whole,
 )
@@ -130,7 +129,7 @@ class Engine:
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the trained parameters that have one, by name."""
         found: dict[str, Tensor] = {}
-        parameters = named_parameters(self.model)
+        parameters = list(self.model.named_parameters())
         refuse_sharded(parameters)
         for name, parameter in parameters:
             if parameter.grad is None or not parameter.requires_grad:

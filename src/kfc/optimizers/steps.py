@@ -56,8 +56,7 @@ def add_steps_(
             torch._foreach_add_(targets, own, alpha=new)
             continue
         steps = buffers[part]
-        # Starting an operation with a number takes three times as long.
-        torch._foreach_mul_(steps, torch.tensor(old, dtype=torch.float64))
+        torch._foreach_mul_(steps, old)
         torch._foreach_add_(steps, own, alpha=new)
         torch._foreach_add_(targets, steps)
 
