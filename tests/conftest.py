@@ -26,4 +26,5 @@ def double():
 @pytest.fixture
 def asynchronous(monkeypatch):
     """Treat the CPU as a device that the host does not wait for if it need not."""
-    monkeypatch.setattr("kfc.optimizers.engine.is_asynchronous", lambda device: True)
+    for module in ("kfc.optimizers.engine", "kfc.fisher.loss"):
+        monkeypatch.setattr(f"{module}.is_asynchronous", lambda device: True)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import kfc
-from kfc._helpers import all_finite, finite_scalars, inner_product
+from kfc._helpers import all_finite, are_finite, finite_scalars, inner_product
 from kfc.curvature.factor import trace
 from kfc.moments import folding
 
@@ -109,17 +109,21 @@ def test_an_entry_that_is_not_finite_shows(bad, dtype):
     large = torch.finfo(torch.float16).max
     tensors = [torch.full((3, 5), large, dtype=dtype), torch.zeros(0), torch.ones(2, dtype=dtype)]
     assert all_finite(finite_scalars(tensors))
+    assert are_finite(finite_scalars(tensors))
     tensors[0][1, 2] = bad
     assert not all_finite(finite_scalars(tensors))
+    assert not are_finite(finite_scalars(tensors))
 
 
-def test_inner_products_do_not_depend_on_the_memory_format():
-    one, other = (torch.randn(3, 4, 2, 5).to(torch.bfloat16) for _ in range(2))
-    expected = (one.float() * other.float()).sum()
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 2, (torch.float32,) * 2, (None, None)])
+def test_inner_products_do_not_depend_on_the_memory_format(dtypes):
+    first_dtype, second_dtype = dtypes[0] or torch.bfloat16, dtypes[1] or torch.float64
+    one, other = torch.randn(5, 4, 2, 5).to(first_dtype), torch.randn(5, 4, 2, 5).to(second_dtype)
+    expected = (one.double()[1:4] * other.double()[1:4]).sum()
     formats = (torch.contiguous_format, torch.channels_last)
     for first in formats:
         for second in formats:
-            pair = one.to(memory_format=first), other.to(memory_format=second)
+            pair = one.to(memory_format=first)[1:4], other.to(memory_format=second)[1:4]
             found = inner_product(*pair)
-            assert found.dtype == torch.float32
-            assert_close(found, expected)
+            assert found.dtype == torch.promote_types(second_dtype, torch.float32)
+            assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)

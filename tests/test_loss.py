@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import kfc
+from kfc.fisher.reading import excess_of_categories, read_categorical, read_classes
 
 # Computes the loss from the outputs for a part of the batch.
 LossOf = Callable[[Tensor, slice], Tensor]
@@ -923,3 +924,63 @@ def test_the_state_continues_with_what_was_read():
         assert "dimension 1" in optimizer.describe()
         optimizer.close()
     assert torch.equal(*results)
+
+
+# Targets that are one class each
+
+
+def derivative_of(loss: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
+    (derivative,) = torch.autograd.grad(loss(outputs.requires_grad_()), outputs)
+    outputs.requires_grad_(False)
+    return derivative
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(("shape", "axis"), [((7, 4), 1), ((3, 5, 2, 3), 1), ((3, 2, 5), -1)])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_terms_of_one_class_each_are_those_that_are_read_in_general(shape, axis, weighted, size):
+    outputs, classes = size * torch.randn(shape), shape[axis]
+    labels = torch.randint(classes, outputs.movedim(axis, -1).shape[:-1])
+    weight = torch.rand(classes) + 0.1 if weighted else None
+
+    def loss(o: Tensor) -> Tensor:
+        return 3 * F.cross_entropy(o.movedim(axis, 1), labels, weight)
+
+    derivative = derivative_of(loss, outputs)
+    found = read_classes(outputs, derivative, axis)
+    general = read_categorical(outputs, derivative, axis)
+    assert found is not None
+    assert general.certain.all()
+    assert_close(found.weights, general.weights)
+    assert_close(found.excess, excess_of_categories(outputs, derivative, general.weights, axis))
+    assert_close(found.excess, loss(outputs))
+
+
+SEVEN_MIXTURES = torch.rand(7, 4, dtype=torch.float64).softmax(1)
+SEVEN_LABELS = torch.tensor([0, 3, 1, 1, 2, 0, 3])
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o: F.cross_entropy(o, SEVEN_MIXTURES),
+        lambda o: F.cross_entropy(o, SEVEN_LABELS, label_smoothing=0.1),
+        lambda o: F.cross_entropy(o, SEVEN_LABELS, ignore_index=1),
+        lambda o: F.nll_loss(o, SEVEN_LABELS),
+        lambda o: F.cross_entropy(o[:, :2], SEVEN_LABELS % 2),
+        lambda o: F.mse_loss(o, SEVEN_MIXTURES),
+        lambda o: F.cross_entropy(o, SEVEN_LABELS) * torch.nan,
+    ],
+    ids=["mixtures", "smoothed", "ignored", "log-probabilities", "unused", "squares", "nan"],
+)
+def test_other_targets_are_not_taken_for_one_class_each(loss):
+    outputs = torch.randn(7, 4)
+    assert read_classes(outputs, derivative_of(loss, outputs), 1) is None
+
+
+def test_one_of_two_classes_is_uncertain():
+    outputs = torch.randn(7, 2)
+    derivative = derivative_of(lambda o: F.cross_entropy(o, SEVEN_LABELS % 2), outputs)
+    assert read_classes(outputs, derivative, 1) is None

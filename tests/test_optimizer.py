@@ -705,14 +705,15 @@ def test_grad_scaler_overflow_skips_the_step_quietly():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("fisher", ["sampled", "exact", "empirical"])
-@pytest.mark.parametrize("when", ["statistics due", "not due"])
-def test_a_bad_batch_changes_nothing(bad, fisher, when):
+@pytest.mark.parametrize(
+    "periods", [(1, 1), (100, 1), (100, 100)], ids=["all due", "inverses due", "nothing due"]
+)
+def test_a_bad_batch_changes_nothing(bad, fisher, periods):
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 5), nn.Tanh(), nn.Linear(5, 3))
-    period = 1 if when == "statistics due" else 100
     optimizer = kfc.KFC(
         model,
         curvature=kfc.Kronecker(fisher=fisher),
-        schedule=kfc.Periods(period, 1),
+        schedule=kfc.Periods(*periods),
         averaging_timescale=5,
     )
     train(model, optimizer, 2)
@@ -764,6 +765,29 @@ def test_a_bad_batch_changes_nothing_when_nothing_is_due(bad, clip, momentum):
     assert optimizer.diagnostics["skipped_steps"] == 2
     assert not any(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("lr", [1e-4, 0.3])
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 1e-2}, {"momentum": 0.0}])
+def test_numbers_and_scalars_on_the_device_give_the_same_steps(lr, options, request):
+    """The host computes with numbers where it need not wait for them."""
+
+    def trained():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(36, 5), nn.Tanh(), nn.Linear(5, 3))
+        groups = [{"prefix": "3", "lr": lr / 2}]
+        optimizer = kfc.KFC(model, lr, groups=groups, schedule=kfc.Periods(3, 5), **options)
+        train(model, optimizer, 12, [batch() for _ in range(12)])
+        return values(model), optimizer.step_diagnostics
+
+    parameters, diagnostics = trained()
+    request.getfixturevalue("asynchronous")
+    on_device, diagnostics_on_device = trained()
+    torch.testing.assert_close(on_device, parameters, rtol=1e-9, atol=1e-12)
+    assert diagnostics_on_device == pytest.approx(diagnostics, rel=1e-9)
+    # Both the clip and the loss bound shorten steps at the large rate, and none at the small one.
+    assert (diagnostics["clip_guards"] + diagnostics["loss_bounds"] > 0) == (lr == 0.3)
 
 
 class Waits(TorchDispatchMode):

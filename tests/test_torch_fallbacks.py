@@ -52,11 +52,13 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("known_level", [True, False])
+@pytest.mark.parametrize("missing", ["", "level", "stack"])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_functional_transforms_are_noticed(name, known_level, monkeypatch):
-    if not known_level:
+def test_functional_transforms_are_noticed(name, missing, monkeypatch):
+    if missing == "level":
         monkeypatch.setattr(_helpers, "forward_ad", WithoutLevel())
+    if missing == "stack":
+        monkeypatch.delattr(torch._C._functorch, "peek_interpreter_stack")
     seen = []
 
     def probed(x):
@@ -221,13 +223,22 @@ def test_parameters_that_a_backward_pass_reaches(private, monkeypatch):
     """Without torch's answer, any backward pass may be one of training."""
     if not private:
         without("_will_engine_execute_node", monkeypatch)
-    found = []
+    found, reached = [], set()
     weight, x = (torch.ones(2, requires_grad=True) for _ in range(2))
-    y = weight * x
-    y.register_hook(lambda derivative: found.append(_helpers.will_reach([weight])))
-    torch.autograd.grad(y.sum(), x, retain_graph=True)
-    y.sum().backward()
-    assert found == [not private, True]
+
+    def product():
+        y = weight * x.to(weight.dtype)
+        y.register_hook(lambda derivative: found.append(_helpers.will_reach([weight], reached)))
+        return y.sum()
+
+    for _ in range(2):  # the second time, what was reached before is known
+        torch.autograd.grad(product(), x)
+        product().backward()
+    weight.grad, weight.data = None, weight.data.double()  # the graph ends in another node now
+    product().backward()
+    weight.requires_grad_(False)
+    product().backward()
+    assert found == [*[not private, True] * 2, True, not private]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,11 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
+def is_asynchronous(device: torch.device) -> bool:
+    """Return whether the host has to wait for the results of a device."""
+    return device.type != "cpu"
+
+
 def widest(device: torch.device) -> torch.dtype:
     """Return the widest floating-point dtype of a device."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -34,6 +39,8 @@ def widest(device: torch.device) -> torch.dtype:
 
 def at_least_float32(tensor: Tensor) -> Tensor:
     """Return a tensor in float32 at least."""
+    if tensor.dtype in (torch.float32, torch.float64):
+        return tensor
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -42,13 +49,8 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     """Return whether a device multiplies matrices in bfloat16 faster than in float32."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device.type != "cpu":
-        return False
-    supports = [
-        getattr(torch.cpu, name, None)
-        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    ]
-    return any(bool(test()) for test in supports if test is not None)
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return device.type == "cpu" and any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 def all_finite(values: Iterable[Tensor]) -> Tensor:
@@ -60,6 +62,13 @@ def all_finite(values: Iterable[Tensor]) -> Tensor:
     if len(dtypes) == 1:
         return torch.stack([moved(scalar, home) for scalar in scalars]).isfinite().all()
     return torch.stack([moved(torch.isfinite(scalar), home) for scalar in scalars]).all()
+
+
+def are_finite(scalars: Sequence[Tensor]) -> bool:
+    """Return whether all scalars are finite; the host waits for them."""
+    if all(scalar.device.type == "cpu" for scalar in scalars):
+        return all(math.isfinite(scalar.item()) for scalar in scalars)
+    return bool(all_finite(scalars))
 
 
 def finite_scalars(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -87,11 +96,15 @@ def parts_by_size(tensors: Sequence[Tensor], most: int = 2**20) -> Iterator[slic
 
 def inner_product(one: Tensor, other: Tensor) -> Tensor:
     """Return the sum of the products of all entries, in float32 at least."""
-    wide = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float32)
-    pair = [one.to(wide), other.to(wide)]
-    if all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in pair):
-        pair = [t.permute(0, 2, 3, 1) for t in pair]  # views whose entries are in order
-    return torch.dot(pair[0].reshape(-1), pair[1].reshape(-1))
+    one, other = at_least_float32(one), at_least_float32(other)
+    if one.dtype != other.dtype:
+        one, other = one.double(), other.double()
+    is_dense = one.dim() == 4 and one.is_contiguous(memory_format=torch.channels_last)
+    if is_dense and one.stride() == other.stride():
+        # In the order of the memory, which is the same for both
+        flat = (one.numel(),)
+        return torch.dot(one.as_strided(flat, (1,)), other.as_strided(flat, (1,)))
+    return torch.dot(one.reshape(-1), other.reshape(-1))
 
 
 def require_number(
@@ -230,6 +243,9 @@ def is_transformed() -> bool:
     """
     if getattr(forward_ad, "_current_level", -1) >= 0 and not _forward_level.locked():
         return True
+    current = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+    if current is not None and current() is None:
+        return False
     try:
         torch.zeros((), device="cpu").requires_grad_()
     except RuntimeError:  # torch.func refuses requires_grad_ inside of its transforms
@@ -282,19 +298,29 @@ def after_backward(action: Callable[[], None]) -> None:
         engine.queue_callback(action)
 
 
-def will_reach(parameters: Iterable[Tensor]) -> bool:
-    """Return whether the running backward reaches any of the parameters; true if unknown."""
+def will_reach(parameters: Iterable[Tensor], reached: set[Node]) -> bool:
+    """Return whether the running backward reaches any of the parameters; true if unknown.
+
+    Args:
+        reached: the node of a parameter that an earlier backward reached, which is updated. It
+            takes long to find; on accelerators it is not kept, because it belongs to a stream.
+    """
     private = getattr(torch._C, "_will_engine_execute_node", None)
     if private is None:
         return True
-    for parameter in parameters:
-        if parameter.requires_grad:
-            try:
-                reached = private(get_gradient_edge(parameter).node)
-            except RuntimeError:  # torch.autograd.grad with respect to this parameter
-                return True
-            if reached:
-                return True
+    try:
+        if any(map(private, reached)):
+            return True
+        reached.clear()
+        for parameter in parameters:
+            if parameter.requires_grad:
+                node = get_gradient_edge(parameter).node
+                if private(node):
+                    if parameter.device.type == "cpu":
+                        reached.add(node)
+                    return True
+    except RuntimeError:  # torch.autograd.grad with respect to this parameter
+        return True
     return False
 
 

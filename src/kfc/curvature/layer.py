@@ -213,9 +213,7 @@ class LayerCurvature(ABC):
                 torch.lerp(old.to(new.dtype), new, 1 - decay, out=new)
         self.state = state._replace(running=self._rounded(running, inverse), inverse=inverse)
 
-    def _rounded(
-        self, running: tuple[Tensor, ...], inverse: Inverse | None
-    ) -> tuple[Tensor, ...]:
+    def _rounded(self, running: tuple[Tensor, ...], inverse: Inverse | None) -> tuple[Tensor, ...]:
         """Return averages in bfloat16 where the inverse in use allows it."""
         may_be_rounded = self.may_be_rounded(inverse)
         pairs = zip(running, may_be_rounded, strict=True)

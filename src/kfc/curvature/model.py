@@ -311,9 +311,11 @@ class ModelCurvature:
 
 def _laid_out(values: Tensor, like: Tensor) -> Tensor:
     """Return values with the dtype and strides of another tensor of their shape."""
+    if values.dtype == like.dtype and values.stride() == like.stride():
+        return values
     if values.dtype != like.dtype or _strides(values) != _strides(like):
         return torch.empty_like(like).copy_(values)
-    return values if values.stride() == like.stride() else values.as_strided_(*_layout(like))
+    return values.as_strided_(*_layout(like))
 
 
 def _strides(tensor: Tensor) -> list[int]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kfc._helpers import grad_scalers, require_choice, require_keys
+from kfc._helpers import grad_scalers, is_asynchronous, require_choice, require_keys
 from kfc.fisher.fit import Fit, two_class_mode
 from kfc.fisher.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Weights
-from kfc.fisher.reading import Reading, smoothed_weight
+from kfc.fisher.reading import Reading, read_classes, smoothed_weight
 
 # The loss is examined in the first backward pass, and again after this many steps.
 EXAMINATION_PERIOD = 1000
@@ -22,6 +22,18 @@ MODES = ("silent", "terms", "elements", "largest", "assumed")
 
 class LossMismatchError(ValueError):
     """The derivative of the loss does not fit the likelihood."""
+
+
+class Terms(NamedTuple):
+    """What is known about the terms of one backward pass.
+
+    Attributes:
+        weights: c.
+        excess: the loss minus the least it could be, if it was found together with the weights.
+    """
+
+    weights: Weights
+    excess: Tensor | None = None
 
 
 class Loss:
@@ -184,15 +196,26 @@ class Loss:
 
     # Weights
 
-    def weights(
-        self, outputs: Tensor, derivative: Tensor | None, assumed: Tensor | float
-    ) -> Weights:
-        """Return the weights of the terms of one backward pass; does not wait for the device.
+    def terms(self, outputs: Tensor, derivative: Tensor | None, assumed: Tensor | float) -> Terms:
+        """Return the terms of one backward pass; does not wait for an accelerator.
 
         Args:
             derivative: the derivative of the loss; ``None`` if unknown.
             assumed: the weight of a term, as given by the reduction and the loss scale.
         """
+        # A subclass may read weights, or define the excess, in another way.
+        is_plain = self.mode == "terms" and type(self.likelihood) is Categorical
+        if is_plain and derivative is not None and not is_asynchronous(outputs.device):
+            assert isinstance(self.likelihood, Categorical)
+            classes = read_classes(outputs, derivative, self.likelihood.axis)
+            if classes is not None:
+                self._typical = classes.weights.mean().item() / float(assumed)
+                return Terms(*classes)
+        return Terms(self._weights(outputs, derivative, assumed))
+
+    def _weights(
+        self, outputs: Tensor, derivative: Tensor | None, assumed: Tensor | float
+    ) -> Weights:
         assert self.likelihood is not None
         reading = None if derivative is None else self.likelihood.read(outputs, derivative)
         if reading is None or derivative is None:

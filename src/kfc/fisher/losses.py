@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kfc._helpers import require_keys
 from kfc.fisher.heads import LikelihoodChoice, Output, named, select_outputs, usual_output
-from kfc.fisher.likelihoods import Likelihood, Weights, resolve_likelihood, validate_outputs
-from kfc.fisher.loss import Loss
+from kfc.fisher.likelihoods import Likelihood, resolve_likelihood, validate_outputs
+from kfc.fisher.loss import Loss, Terms
 
 
 class Losses:
@@ -93,15 +93,15 @@ class Losses:
         """Return the ratio of the loss's curvature on ``whole`` examples to that on ``part``."""
         return whole / part if self.is_summed else 1.0
 
-    def weights(
+    def terms(
         self,
         name: str,
         outputs: Tensor,
         derivative: Tensor | None,
         examples: int,
         loss_scale: Tensor | float,
-    ) -> Weights:
-        """Return the weights of the terms of an output in one backward pass.
+    ) -> Terms:
+        """Return the terms of an output in one backward pass.
 
         If weights of this output cannot be read but those of another can, they have the same ratio
         to those of the reduction, because factors of the whole loss affect all of them.
@@ -114,17 +114,18 @@ class Losses:
         loss = self.by_name[name]
         assert loss.likelihood is not None
         if not self.is_summed:
-            return loss.likelihood.term_weight(outputs)
+            return Terms(loss.likelihood.term_weight(outputs))
         assumed = loss.likelihood.term_weight(outputs, examples) * loss_scale
         if not loss.is_readable:
-            return assumed * self._ratio
-        weights = loss.weights(outputs, derivative, assumed)
+            return Terms(assumed * self._ratio)
+        found = loss.terms(outputs, derivative, assumed)
+        weights = found.weights
         if len(self.by_name) > 1 and loss.is_read and isinstance(weights, Tensor):
             terms = len(outputs) * loss.likelihood.terms_per_example(outputs)
             total = weights.sum() if weights.dim() else weights * terms
             # The reduction of a part of the step's examples gives that part of the weight.
             self._ratio = total / (assumed * terms)
-        return weights
+        return found
 
     def describe(self) -> str:
         """Return one line per output: its likelihood, why, and where its weights come from."""

@@ -42,6 +42,18 @@ class Reading(NamedTuple):
         return torch.where(used, self.weights, 0).sum() / count.clamp_min(1), count
 
 
+class ClassTerms(NamedTuple):
+    """The terms of a loss whose targets are one class each.
+
+    Attributes:
+        weights: c, (N, ...) with a dimension of size 1 for the classes.
+        excess: Σ -c log p of the targets, a scalar.
+    """
+
+    weights: Tensor
+    excess: Tensor
+
+
 def tolerance(derivative: Tensor) -> float:
     """Return the relative error of ratios of a derivative that was rounded to its dtype."""
     return max(AGREEMENT, 4 * torch.finfo(derivative.dtype).eps)
@@ -66,6 +78,34 @@ def read_categorical(outputs: Tensor, derivative: Tensor, axis: int) -> Reading:
     none = count == 0  # log-probabilities, or no loss at all
     weights = torch.where(agree, ratio, largest)
     return Reading(torch.where(none, -g.sum(axis, keepdim=True), weights), agree | none)
+
+
+def read_classes(outputs: Tensor, derivative: Tensor, axis: int) -> ClassTerms | None:
+    """Read c and the excess of every term if all targets are certain to be one class.
+
+    This is what ``read_categorical`` and ``excess_of_categories`` return then, with less than half
+    of the operations. The host waits for the device.
+    """
+    x = at_least_float32(outputs)
+    above = derivative.to(x.dtype).relu()
+    positive = above.sign()
+    others = x.shape[axis] - 1
+    # The derivative is positive for all classes but the target's.
+    fewest, most = torch.aminmax(positive.sum(axis))
+    if others < 2 or not fewest.item() == others == most.item():
+        return None
+    shifted = x - x.amax(axis, keepdim=True)
+    scaled = shifted.exp()  # p, times its sum
+    total = scaled.sum(axis, keepdim=True)
+    mass = scaled * positive
+    ratio = above.sum(axis, keepdim=True) / mass.sum(axis, keepdim=True)
+    error = torch.addcmul(above, ratio, mass, value=-1).square().sum(axis)
+    size = above.square().sum(axis)
+    if not torch.sub(error, size, alpha=tolerance(derivative) ** 2).amax().item() <= 0:
+        return None
+    weights = ratio * total
+    target = torch.addcmul(shifted, shifted, positive, value=-1).sum(axis, keepdim=True)
+    return ClassTerms(weights, (weights * (total.log() - target)).sum())
 
 
 def smoothed_weight(outputs: Tensor, derivative: Tensor, axis: int) -> tuple[Tensor, Tensor]:

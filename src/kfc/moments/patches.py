@@ -215,9 +215,11 @@ def correlation_pays(inputs: Tensor, window: Window) -> bool:
     # Patches are written once and read once.
     by_patches = len(inputs) * prod(window.locations(size)) * width * (width + 2.0 * PASS)
     by_patches *= inputs.element_size() / at_least_float32(inputs[:0]).element_size()
+    start = CORRELATION_START / window.groups
+    if by_patches <= start:
+        return False
     phases = channels * prod(window.stride)
     by_correlation = patch_moment_cost(len(inputs), phases, window.axes(size))
-    start = CORRELATION_START / window.groups
     return start + CORRELATION_HANDICAP * by_correlation < by_patches
 
 

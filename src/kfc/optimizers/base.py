@@ -30,6 +30,8 @@ from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import build_groups
 from kfc.optimizers.versions import check_version, versioned
 
+# A param group, some of its parameters, and their names.
+Members = tuple[dict[str, Any], list[Tensor], list[str]]
 STATE_KEYS = ("state", "param_groups", "parameters", "curvature")
 
 
@@ -68,6 +70,8 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         self._options = tuple(defaults)
         self._averaging = False
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
+        # The names that ``_by_group()`` was last called with in this step, and what it returned.
+        self._members: tuple[set[str], list[Members]] | None = None
         self._complete = False
         super().__init__(param_groups, defaults)
         self._complete = True
@@ -100,7 +104,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
 
     def _loss_of(self, closure: Callable[[], Any] | None) -> Any:
         """Return what the closure of a step returns; ``None`` without one."""
-        self._refuse_averaged()
+        self._begin_step()
         if closure is None:
             return None
         with torch.enable_grad():
@@ -125,10 +129,13 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
             if parameter.requires_grad or has_average(parameter, self.state)
         ]
 
-    def _by_group(
-        self, names: Mapping[str, Tensor]
-    ) -> Iterator[tuple[dict[str, Any], list[Tensor], list[str]]]:
-        """Yield (group, its parameters among the names, their names), one device at a time."""
+    def _by_group(self, names: Mapping[str, Any]) -> list[Members]:
+        """Return (group, its parameters among the names, their names), one device at a time."""
+        if self._members is None or self._members[0] != names.keys():
+            self._members = set(names), list(self._find_members(names))
+        return self._members[1]
+
+    def _find_members(self, names: Mapping[str, Any]) -> Iterator[Members]:
         for group in self.param_groups:
             pairs = zip(group["params"], group["param_names"], strict=True)
             members = [(parameter, name) for parameter, name in pairs if name in names]
@@ -236,7 +243,8 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
             )
         return averages_of(self._averaged(), self.state)
 
-    def _refuse_averaged(self) -> None:
+    def _begin_step(self) -> None:
+        self._members = None  # param groups and devices may have changed since the last step
         if self._averaging:
             raise RuntimeError("step() inside averaged_parameters() would change the averages")
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kfc._helpers import inner_product, moved, require_keys, require_number, widest
 from kfc.optimizers.engine import Engine
+from kfc.optimizers.steps import Scalar, where
 from kfc.statistics.observation import Observation, count_examples
 
 # The weight of the old value in the running mean of the excess.
@@ -40,7 +41,7 @@ FAST_DECREASE, LARGEST_GROWTH = 0.04, 2.0
 
 
 class StepLimits(NamedTuple):
-    """Factors of a step, scalars on the device.
+    """Factors of a step.
 
     Attributes:
         momentum: 0 if momentum is dropped, else 1.
@@ -50,10 +51,10 @@ class StepLimits(NamedTuple):
         limit: κE.
     """
 
-    momentum: Tensor
-    step: Tensor
-    decrease: Tensor
-    limit: Tensor
+    momentum: Scalar
+    step: Scalar
+    decrease: Scalar
+    limit: Scalar
 
 
 class Excess(NamedTuple):
@@ -74,7 +75,7 @@ class Excess(NamedTuple):
 class LossBound:
     """Limits the predicted change of the objective in a step.
 
-    All of it stays on the device: the host does not wait.
+    It works with numbers, or with scalars on a device, which the host does not wait for.
 
     Args:
         share: κ.
@@ -119,7 +120,7 @@ class LossBound:
         new = DECREASE_DECAY * before + (1 - DECREASE_DECAY) * latest
         self._decrease = torch.where(torch.isfinite(latest), new, before)
 
-    def limit(self, momentum: Tensor, update: Tensor, excess: Tensor) -> StepLimits:
+    def limit(self, momentum: Scalar, update: Scalar, excess: Scalar) -> StepLimits:
         """Return the factors of a step m = μ m_old + v.
 
         Args:
@@ -128,17 +129,16 @@ class LossBound:
             excess: E of the objective.
         """
         is_uphill = (momentum + update > 0) & (momentum > 0)
-        decrease = -torch.where(is_uphill, update, momentum + update)
-        limit = self._share * moved(excess, decrease.device).to(decrease)
+        decrease = -where(is_uphill, update, momentum + update)
+        limit = self._share * excess
         # False if either is NaN; such a step is skipped anyway.
         is_exceeded = decrease > limit
-        factor = torch.where(is_exceeded, limit / torch.where(is_exceeded, decrease, 1), 1.0)
-        self._factor = factor
-        self._bounds = is_exceeded.long() + _here(self._bounds, decrease)
-        self._restarts = is_uphill.long() + _here(self._restarts, decrease)
-        return StepLimits((~is_uphill).to(factor), factor, decrease, limit)
+        self._factor = where(is_exceeded, limit / where(is_exceeded, decrease, 1.0), 1.0)
+        self._bounds = _counted(is_exceeded, self._bounds)
+        self._restarts = _counted(is_uphill, self._restarts)
+        return StepLimits(where(is_uphill, 0.0, 1.0), self._factor, decrease, limit)
 
-    def least_factor(self, decrease: Tensor, excess: Tensor) -> float:
+    def least_factor(self, decrease: Scalar, excess: Scalar) -> float:
         """Return the factor with which an update still predicts a hundredth of the decrease κE.
 
         It is 0 if the excess is unknown, or if the update predicts no decrease.
@@ -161,7 +161,7 @@ class LossBound:
         if excess.is_exact is not None:
             factor = torch.where(excess.is_exact, factor, factor.clamp(max=1))
         self._factor = factor
-        self._bounds = (ratio < 1).long() + _here(self._bounds, ratio)
+        self._bounds = _counted(ratio < 1, self._bounds)
         return factor
 
     def _growth(self, excess: Excess) -> Tensor:
@@ -219,8 +219,11 @@ def _like(value: Tensor | float, other: Tensor) -> Tensor:
     return torch.as_tensor(value, dtype=other.dtype, device=other.device)
 
 
-def _here(count: Tensor | int, like: Tensor) -> Tensor | int:
-    return moved(count, like.device) if isinstance(count, Tensor) else count
+def _counted(new: Tensor | bool, before: Tensor | int) -> Tensor | int:
+    """Return a count, increased by one if a flag is set, where the flag is."""
+    if isinstance(before, Tensor) and isinstance(new, Tensor):
+        before = moved(before, new.device)
+    return before + (new.long() if isinstance(new, Tensor) else new)
 
 
 def excess_loss(engine: Engine, loss: Tensor | None = None) -> Tensor:
@@ -241,7 +244,7 @@ def excess_loss(engine: Engine, loss: Tensor | None = None) -> Tensor:
     parts = [part for each in observations for part in _parts_of_pass(engine, each, examples)]
     known = [moved(part, device).to(widest(device)) for part in parts if part is not None]
     if parts and len(known) == len(parts):
-        total = torch.stack(known).sum()
+        total = known[0] if len(known) == 1 else torch.stack(known).sum()
     else:
         total = torch.full((), torch.inf, dtype=widest(device), device=device)
         if loss is not None:
@@ -269,13 +272,14 @@ def _parts_of_pass(
         assert loss.likelihood is not None
         if not loss.is_read:
             found = [torch.stack(found).sum(0)]  # parts of one loss, as far as is known
-        for derivative, weights in zip(
-            found, collector.weights_by_pass(observation, name), strict=True
-        ):
+        for derivative, terms in zip(found, collector.terms.of(observation, name), strict=True):
+            weights, excess = terms
             if not losses.is_summed:  # the weights are those of a step with this pass alone
                 weights = weights * (observation.examples / examples) * scale
-            excess = loss.likelihood.excess(outputs, derivative, weights)
-            yield None if excess is None else excess / scale
+            if excess is None:
+                excess = loss.likelihood.excess(outputs, derivative, weights)
+            is_scaled = isinstance(scale, Tensor) or scale != 1
+            yield excess / scale if is_scaled and excess is not None else excess
 
 
 def sum_of_products(vectors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:

@@ -10,8 +10,7 @@ has an operation with which ν cannot be computed.
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -28,8 +27,7 @@ LONGEST_GAP = 32
 FROZEN, PATIENCE = 1e-2, 10
 
 
-@dataclass(frozen=True)
-class ClipState:
+class ClipState(NamedTuple):
     """What the clip remembers between steps.
 
     Attributes:
@@ -84,9 +82,9 @@ class NormClip:
 
     def estimate_only(self) -> None:
         """Limit updates by the estimate from now on, because ν cannot be computed."""
-        self._state = replace(self._state, is_exact=False)
+        self._state = self._state._replace(is_exact=False)
 
-    def shorten(self, estimate: Tensor, norm: Tensor) -> float | None:
+    def shorten(self, estimate: float | Tensor, norm: Tensor) -> float | None:
         """Return the factor of an update whose ν was computed; ``None`` if ν is not finite.
 
         Args:
@@ -97,7 +95,7 @@ class NormClip:
         if not math.isfinite(exact):
             return None
         factor = (self.limit / exact) ** 0.5 if exact > self.limit else 1.0
-        self._state = replace(self._learned(estimate.item(), exact), factor=factor)
+        self._state = self._learned(float(estimate), exact)._replace(factor=factor)
         self._count_low(factor)
         return factor
 
@@ -108,7 +106,7 @@ class NormClip:
 
     def _count_low(self, factor: float) -> None:
         low = self._state.low + 1 if factor < FROZEN else 0
-        self._state = replace(self._state, low=low)
+        self._state = self._state._replace(low=low)
         if low == PATIENCE and not self._warned:
             self._warned = True
             warnings.warn(
@@ -122,7 +120,7 @@ class NormClip:
 
     def lengthen(self, factor: float) -> None:
         """Record the factor of an update that was not shortened as much as ν asks for."""
-        self._state = replace(self._state, factor=factor)
+        self._state = self._state._replace(factor=factor)
 
     def guard(self, estimate: float | Tensor) -> float | Tensor:
         """Return the factor of an update whose ν was not computed.
@@ -130,22 +128,23 @@ class NormClip:
         Args:
             estimate: vᵀF̂v, a number or a scalar on the device; the factor is the same.
         """
-        state = replace(self._state, age=self._state.age + 1)
+        state, age = self._state, self._state.age + 1
         if self.period is not None and state.is_exact:
-            self._state = replace(state, factor=1.0)
+            self._state = state._replace(age=age, factor=1.0)
             return 1.0
         ratio = MARGIN * max(state.ratios, default=1.0)
         # Rounding can make the estimate of a gradient without curvature negative.
         if not isinstance(estimate, Tensor):
             expected = ratio * max(estimate, 0.0)
             known = math.sqrt(self.limit / expected) if expected > self.limit else 1.0
-            self._state = replace(state, guards=state.guards + (known < 1), factor=known)
+            guards = state.guards + (known < 1)
+            self._state = state._replace(age=age, guards=guards, factor=known)
             self._count_low(known)
             return known
         factor = (self.limit / (ratio * estimate.clamp_min(0))).clamp(max=1).sqrt()
         guarded, before = (factor < 1).long(), state.guards
         before = moved(before, guarded.device) if isinstance(before, Tensor) else before
-        self._state = replace(state, guards=guarded + before, factor=factor)
+        self._state = state._replace(age=age, guards=guarded + before, factor=factor)
         return factor
 
     def _learned(self, estimate: float, norm: float) -> ClipState:
@@ -158,8 +157,7 @@ class NormClip:
         as_predicted = norm < MARGIN * expected and guards == state.guards_seen
         calm = MARGIN * norm < self.limit and as_predicted
         ratio = (norm / estimate,) if 0 < estimate < math.inf else ()
-        return replace(
-            state,
+        return state._replace(
             norm=norm,
             evaluations=state.evaluations + 1,
             guards=guards,
@@ -172,13 +170,13 @@ class NormClip:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as numbers; waits for the device."""
         state = self._state
-        state = replace(state, factor=float(state.factor), guards=int(state.guards))
-        return {**asdict(state), "ratios": list(state.ratios)}
+        state = state._replace(factor=float(state.factor), guards=int(state.guards))
+        return {**state._asdict(), "ratios": list(state.ratios)}
 
     @staticmethod
     def check_state(state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
-        expected = {**asdict(ClipState()), "ratios": []}
+        expected = {**ClipState()._asdict(), "ratios": []}
         require_keys("clip state", state, expected)
         for name, example in expected.items():
             fits = list if isinstance(example, list) else (int, float)
@@ -186,5 +184,5 @@ class NormClip:
                 raise ValueError(f"the clip state's {name} is invalid: {state[name]!r}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        values = {each.name: state[each.name] for each in fields(ClipState)}
+        values = {name: state[name] for name in ClipState._fields}
         self._state = ClipState(**{**values, "ratios": tuple(state["ratios"])})

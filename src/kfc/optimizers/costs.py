@@ -262,6 +262,8 @@ class Allowance:
     def __init__(self, overhead: float | None, *, quiet: bool = False) -> None:
         self.costs: Costs | None = None
         self.overhead = overhead
+        # What the costs were counted for.
+        self._counted_for: object = None
         # The largest ranks of inverses; unknown before the first step.
         self.columns: dict[str, Columns] | None = None
         self._quiet = quiet
@@ -287,6 +289,15 @@ class Allowance:
         if self.columns is None:
             self.columns = self.columns_for(curvature, work)
             curvature.limit_columns(self.columns)
+
+    def count(self, curvature: ModelCurvature, work: Mapping[str, Work]) -> None:
+        """Count the costs of a step with statistics, if they can differ from those of the last."""
+        self.limit_columns(curvature, work)
+        layers = [curvature.layers[name] for name in work]
+        shapes = [(layer.trained_roles(), layer.inverse_widths()) for layer in layers]
+        if self._counted_for != (work, shapes):  # costs depend on nothing else
+            self._counted_for = work, shapes
+            self.set_costs(counted_costs(curvature, work))
 
     def set_costs(self, costs: Costs) -> None:
         """Record the costs of a step; the first time, report if they exceed the overhead."""

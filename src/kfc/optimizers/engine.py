@@ -1,5 +1,6 @@
 """The curvature of a model, kept up to date from step to step."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -7,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfc._helpers import all_finite, finite_scalars, moved, require_keys, require_whole
+from kfc._helpers import (
+    all_finite,
+    are_finite,
+    finite_scalars,
+    is_asynchronous,
+    moved,
+    require_keys,
+    require_whole,
+)
 from kfc.curvature.damping import Damping
 from kfc.curvature.model import ModelCurvature
 from kfc.curvature.options import Approximation
@@ -15,17 +24,18 @@ from kfc.curvature.statistics import BatchStatistics
 from kfc.distributed.asynchronous import InverseRefresher
 from kfc.distributed.options import Parallel
 from kfc.distributed.ranked import make_reducer
-from kfc.distributed.sharding import refuse_sharded
 from kfc.fisher.calls import without_autocast
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.fisher.losses import Losses
 from kfc.layers import Plan, find_layers
-from kfc.optimizers.costs import Allowance, counted_costs, work_of
+from kfc.optimizers.checks import check_model, check_options
+from kfc.optimizers.costs import Allowance, work_of
 from kfc.optimizers.fallback import Fallback
 from kfc.optimizers.groups import excluded_layers
-from kfc.optimizers.members import Members, check_model
+from kfc.optimizers.members import Members
 from kfc.optimizers.skipping import SkippedSteps
 from kfc.optimizers.startup import log_start
+from kfc.optimizers.steps import Scalar
 from kfc.schedule import Budget, Periods, Schedule, longest
 from kfc.statistics.collector import Collector
 from kfc.statistics.hooks import ModelHooks
@@ -75,17 +85,7 @@ class Engine:
     ) -> None:
         options = curvature.with_decay(averaging_timescale)
         check_model(model)
-        if seed is not None:
-            require_whole("seed", seed, low=None)
-            if options.fisher != "sampled":
-                raise ValueError(
-                    f"seed has no effect with fisher={options.fisher!r}, which samples no targets; "
-                    "remove it"
-                )
-        if not isinstance(schedule, (Periods, Budget)):
-            raise TypeError(f"schedule must be kfc.Periods or kfc.Budget, got {schedule!r}")
-        if not isinstance(parallel, (Parallel, type(None))):
-            raise TypeError(f"parallel must be kfc.Parallel or None, got {parallel!r}")
+        check_options(seed, options, schedule, parallel)
         parallel = parallel or Parallel()
         quiet = not options.needs_derivatives
         losses = Losses(likelihood, output, strict=strict, quiet=quiet)
@@ -108,6 +108,8 @@ class Engine:
         self.steps = 0
         self.skipped_steps = SkippedSteps()
         self.in_doubt: Tensor | None = None
+        # Whether solve_() has to find out if the gradients are finite.
+        self._is_unchecked = False
         self._quietly: Tensor | None = None
         self._replaces_guess = False
         # Since the start, or since a state was loaded.
@@ -135,20 +137,7 @@ class Engine:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the trained parameters that have one, by name."""
-        found: dict[str, Tensor] = {}
-        replaced: dict[str, nn.Parameter] = {}
-        parameters = list(self.model.named_parameters())
-        refuse_sharded(parameters)
-        for name, parameter in parameters:
-            if parameter.grad is None or not parameter.requires_grad:
-                continue
-            if parameter.grad.layout != torch.strided:
-                raise ValueError(
-                    f"the gradient of {name!r} is sparse; build its layer with sparse=False"
-                )
-            if not self.members.is_known(name, parameter):
-                replaced[name] = parameter
-            found[name] = parameter.grad
+        found, replaced = self.members.gradients()
         if replaced and self._hooks.close.alive:
             self._replaced = self.members.take_up(replaced)
             self._hooks.close()
@@ -164,6 +153,7 @@ class Engine:
         overflow: Tensor | None = None,
         *,
         wait: bool = False,
+        solves: bool = False,
     ) -> BatchStatistics | None:
         """Return the statistics of the batch, or ``None`` if the step was skipped.
 
@@ -175,6 +165,7 @@ class Engine:
             gradients: the gradients by parameter name.
             loss_scale: the factor of the loss that the gradients do not have any more.
             overflow: whether the caller found the batch bad, to be skipped without a warning.
+            solves: whether ``solve_()`` follows, which finds bad gradients without further work.
         """
         if not self._hooks.close.alive:
             raise RuntimeError("the optimizer is closed: its hooks are removed; make a new one")
@@ -189,11 +180,8 @@ class Engine:
             self.schedule.begin_measuring(clock.started, clock.spent)
             self.reducer.check_equal(self.model, gradients, self.steps + 1, first=self._is_first)
             self._is_first = False
-            lacking = self.curvature.layers_without_statistics()
-            missing = [name for name in lacking if name not in batch.moments]
-            if missing:
-                self.fallback.add(missing, gradients, for_now=self._replaced)
-            return batch if self._is_good(gradients, batch, overflow, wait) else None
+            self.fallback.add(batch.moments, gradients, for_now=self._replaced)
+            return batch if self._is_good(gradients, batch, overflow, wait, solves) else None
 
     def _require_statistics(self, gradients: Mapping[str, Tensor], batch: BatchStatistics) -> None:
         covered = any(name in self.plan.layer_of for name in gradients)
@@ -213,21 +201,24 @@ class Engine:
         batch: BatchStatistics,
         overflow: Tensor | None,
         wait: bool,
+        solves: bool,
     ) -> bool:
         """Return whether the batch may be used, as far as the host knows."""
         with self.schedule.timed("check"):
-            traces = batch.traces()
-            bad = ~all_finite([*finite_scalars(gradients.values()), *traces])
-            if overflow is not None:
-                bad = bad | moved(overflow, bad.device)
-            due = self._inverses_are_due()
-            wait = wait or not self.is_asynchronous
-            if not (wait or traces or due or self.curvature.lacks_inverses()):
-                self.doubt(bad, overflow)
+            due = batch.moments or self._inverses_are_due() or self.curvature.lacks_inverses()
+            wait = wait or bool(due)
+            self._is_unchecked = solves and not (wait or self.is_asynchronous or overflow)
+            if self._is_unchecked:
                 return True
-            if not bad.item():
+            scalars = [*finite_scalars(gradients.values()), *batch.traces()]
+            if self.is_asynchronous and not wait:
+                bad = ~all_finite(scalars)
+                self.doubt(bad if overflow is None else bad | moved(overflow, bad.device), overflow)
                 return True
-        self.skip_step(quietly=overflow is not None and bool(overflow))
+            overflowed = overflow is not None and bool(overflow)
+            if are_finite(scalars) and not overflowed:
+                return True
+        self.skip_step(quietly=overflowed)
         return False
 
     def update_(self, batch: BatchStatistics, *, may_skip: bool = False) -> None:
@@ -240,9 +231,7 @@ class Engine:
         if may_skip:
             self._before = self.curvature.snapshot(), self.refresher.snapshot()
         if batch.moments:
-            work = work_of(batch)
-            self.allowance.limit_columns(self.curvature, work)
-            self.allowance.set_costs(counted_costs(self.curvature, work))
+            self.allowance.count(self.curvature, work_of(batch))
         with self.schedule.timed("averages"), self.full_precision():
             self.curvature.update_(batch, replace=self._replaces_guess)
         if self.steps == 0:
@@ -269,13 +258,29 @@ class Engine:
                 at_once=at_once,
             )
 
-    def solve_(self, vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def solve_(self, vectors: dict[str, Tensor]) -> dict[str, Scalar] | None:
         """Replace vectors v in a dict by F̂_damped⁻¹ v (eqn 11), and return vᵀ F̂_damped⁻¹ v.
 
-        Both are by parameter name, in new tensors.
+        Both are by parameter name, the vectors in new tensors.
+
+        Returns:
+            ``None`` if the step was skipped because a vector is not finite.
         """
         with self.schedule.timed("natural gradient"), self.full_precision():
-            return self.curvature.solve_(vectors)
+            products = self.curvature.solve_(vectors)
+            if self.is_asynchronous:
+                return {**products}
+            known: dict[str, Scalar] = {name: each.item() for name, each in products.items()}
+        if self._is_unchecked and not all(map(math.isfinite, known.values())):
+            self.skip_step()
+            return None
+        return known
+
+    def known(self, scalar: Scalar) -> Scalar:
+        """Return a number, or a scalar on the model's device if the host would wait for it."""
+        if not isinstance(scalar, Tensor):
+            return scalar
+        return moved(scalar, self.device) if self.is_asynchronous else scalar.item()
 
     def doubt(self, bad: Tensor, quietly: Tensor | None = None) -> None:
         """Mark the step in progress as bad if a boolean scalar on the device is true."""
@@ -392,8 +397,3 @@ class Engine:
         self.steps = state["steps"]
         self._is_first = True
         self._prepare_next()
-
-
-def is_asynchronous(device: torch.device) -> bool:
-    """Return whether the host has to wait for the results of a device."""
-    return device.type != "cpu"

@@ -36,14 +36,20 @@ class Fallback:
         self.parameters: set[str] = set()
 
     def add(
-        self, missing: Sequence[str], gradients: Mapping[str, Tensor], for_now: Collection[str]
+        self, gathered: Collection[str], gradients: Mapping[str, Tensor], for_now: Collection[str]
     ) -> None:
-        """Let layers fall back that have a gradient on any rank; warn once for all of them.
+        """Let layers fall back that have a gradient on any rank, but no statistics.
+
+        Warn once for all of them.
 
         Args:
-            missing: the layers without statistics, the same on all ranks.
+            gathered: the layers with statistics in this step, the same on all ranks.
             for_now: layers that fall back until the end of the step only, without a warning.
         """
+        lacking = self._curvature.layers_without_statistics()
+        missing = [layer for layer in lacking if layer not in gathered]
+        if not missing:
+            return
         named = {self._whole.layer_of[name][0] for name in gradients if name in self.plan.layer_of}
         flags = self._reducer.gather([float(layer in named) for layer in missing])
         fallen = [layer for layer, *on in zip(missing, *flags, strict=True) if any(on)]

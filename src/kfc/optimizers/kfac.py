@@ -126,7 +126,7 @@ class KFAC(CurvatureOptimizer):
             FloatingPointError: the loss is not finite, and more damping did not help. As after any
                 error, parameters, buffers, dampings and random state are as they were.
         """
-        self._refuse_averaged()
+        self._begin_step()
         objective = Objective(self.model, closure, self.engine.reducer)
         other = None if held_out is None else self._held_out(held_out)
         collector = self.engine.collector

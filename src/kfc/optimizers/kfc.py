@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
 from typing import Any
 
 import torch
@@ -22,11 +21,18 @@ from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.norms import fisher_products
 from kfc.optimizers.options import FisherClip, resolve_clip
-from kfc.optimizers.steps import Scalar, StepScales, add_steps_, add_steps_on_device_
+from kfc.optimizers.steps import (
+    Scalar,
+    StepScales,
+    add_steps_,
+    add_steps_on_device_,
+    sum_of_scalars,
+)
 from kfc.optimizers.versions import check_version
 from kfc.schedule import Budget, Periods
 
 Vector = dict[str, Tensor]
+Products = dict[str, Scalar]
 
 
 class KFC(CurvatureOptimizer):
@@ -120,7 +126,7 @@ class KFC(CurvatureOptimizer):
         loss_scale, overflow = self._unscale_()
         gradients, engine = self.engine.gradients(), self.engine
         self._require_batch()
-        batch = engine.begin_step(gradients, loss_scale, overflow)
+        batch = engine.begin_step(gradients, loss_scale, overflow, solves=True)
         if batch is None:
             return loss
         is_due = self._clip is not None and self._clip.is_due()  # whether ν is computed
@@ -131,6 +137,8 @@ class KFC(CurvatureOptimizer):
         engine.refresh_inverses(self._layer_damping)  # T_f: (Ω ⊗ Γ)⁻¹, damped by λ + γ
         update = self._add_weight_decay(gradients)  # ∇h: gradient of the loss, plus λθ
         products = engine.solve_(update)  # F̂⁻¹∇h (eqn 11); returns ∇hᵀF̂⁻¹∇h
+        if products is None:
+            return loss  # a gradient is not finite: the step is skipped
         norms = self._fisher_norms(update) if is_due and products else None
         factor = self._clip_factor(products, norms)  # √(C/ν) if ν = vᵀFv + λvᵀv > C; v = -α F̂⁻¹∇h
         if factor is None:
@@ -163,7 +171,7 @@ class KFC(CurvatureOptimizer):
 
     # Clipping
 
-    def _clip_factor(self, products: Vector, norms: Tensor | None) -> Scalar | None:
+    def _clip_factor(self, products: Products, norms: Tensor | None) -> Scalar | None:
         """Return the factor that shortens v if its Fisher norm exceeds the limit.
 
         Args:
@@ -171,8 +179,7 @@ class KFC(CurvatureOptimizer):
             norms: ν of v and more, if it was computed; see ``_fisher_norms()``.
 
         Returns:
-            A number, or a tensor if only the device knows; ``None`` if ν is not finite, after which
-            the step is skipped.
+            ``None`` if ν is not finite, after which the step is skipped.
         """
         estimate = self._estimated_norm(products)
         if self._clip is None or estimate is None:
@@ -182,15 +189,13 @@ class KFC(CurvatureOptimizer):
             if found is None:
                 self.engine.skip_step()
             return found
-        if self.engine.is_asynchronous:
+        if isinstance(estimate, Tensor):
             self.engine.doubt(~torch.isfinite(estimate))
-            return self._clip.guard(estimate)
-        known = estimate.item()
-        if not math.isfinite(known):
-            self.engine.doubt(~torch.isfinite(estimate))
-        return self._clip.guard(known)
+        elif not math.isfinite(estimate):
+            self.engine.doubt(torch.ones((), dtype=torch.bool, device=self.engine.device))
+        return self._clip.guard(estimate)
 
-    def _estimated_norm(self, products: Vector) -> Tensor | None:
+    def _estimated_norm(self, products: Products) -> Scalar | None:
         """Return vᵀF̂v = α² ∇hᵀF̂⁻¹∇h of v = -α F̂⁻¹∇h, if there is a limit on it.
 
         Args:
@@ -199,12 +204,10 @@ class KFC(CurvatureOptimizer):
         if self._clip is None or not products:
             return None
         parts = [
-            float(group["lr"]) ** 2 * products[name]
+            float(group["lr"]) ** 2 * sum_of_scalars([products[name] for name in names])
             for group, _, names in self._by_group(products)
-            for name in names
         ]
-        wide, home = reduce(torch.promote_types, (p.dtype for p in parts)), parts[0].device
-        return torch.stack([moved(part, home).to(wide) for part in parts]).sum()
+        return sum_of_scalars(parts)
 
     def _fisher_norms(self, update: Vector) -> Tensor | None:
         """Return xᵀFy + λxᵀy of v and of μm, (2, 2), with the exact F on a part of the step.
@@ -270,13 +273,11 @@ class KFC(CurvatureOptimizer):
         """
         if limits is None:
             return StepScales(factor, 1.0)
-        here = limits.step.device
-        own = moved(factor, here) if isinstance(factor, Tensor) else factor
-        new, old = own * limits.step, limits.momentum * limits.step
-        if norms is None and self.engine.is_asynchronous:
+        new, old = self.engine.known(factor) * limits.step, limits.momentum * limits.step
+        if norms is None:
             return StepScales(new, old)
-        scales = torch.stack([new, old]).cpu().double()
-        if norms is not None and len(norms) > 1:
+        scales = torch.tensor([float(new), float(old)], dtype=torch.float64)
+        if len(norms) > 1:
             assert self._clip is not None
             norm = float(scales @ norms @ scales)
             if not norm <= self._clip.limit:
@@ -290,7 +291,7 @@ class KFC(CurvatureOptimizer):
     # Momentum and parameters
 
     def _limits(
-        self, gradients: Vector, products: Vector, factor: Scalar, loss: Any
+        self, gradients: Vector, products: Products, factor: Scalar, loss: Any
     ) -> tuple[Scalar, StepLimits | None]:
         """Return the factor of v, and those of m = μ m_old + v by the loss bound, if there is one.
 
@@ -300,31 +301,31 @@ class KFC(CurvatureOptimizer):
             factor: the factor of v by the clip.
             loss: what the closure returned, if there is one.
         """
-        with self.engine.schedule.timed("update"), self.engine.full_precision():
+        engine = self.engine
+        with engine.schedule.timed("update"), engine.full_precision():
             if self._bound is None or not products:
                 return factor, None
-            excess = excess_loss(self.engine, loss if isinstance(loss, Tensor) else None)
-            old, new = torch.zeros_like(excess), torch.zeros_like(excess)
+            excess = engine.known(excess_loss(engine, loss if isinstance(loss, Tensor) else None))
+            old: Scalar = 0.0
+            new: Scalar = 0.0
             for group, parameters, names in self._by_group(gradients):
-                slopes = [gradients[name] for name in names]
                 decay, momentum = float(group["weight_decay"]), float(group["momentum"])
-                own = torch.stack([products[name] for name in names]).sum()
-                new = new - float(group["lr"]) * moved(own, new.device)
+                own = sum_of_scalars([products[name] for name in names])
+                new = new - float(group["lr"]) * engine.known(own)
                 if decay:  # ∇h and E contain the penalty ½λ‖θ‖²
-                    penalty = 0.5 * decay * sum_of_products(parameters, parameters)
-                    excess = excess + moved(penalty, excess.device)
+                    square = sum_of_products(parameters, parameters)
+                    excess = excess + 0.5 * decay * engine.known(square)
                 if momentum:
                     buffers = self._momentum_buffers(parameters)
-                    slope = sum_of_products(slopes, buffers)
+                    slope = sum_of_products([gradients[name] for name in names], buffers)
                     if decay:
                         slope = slope + decay * sum_of_products(parameters, buffers)
-                    old = old + momentum * moved(slope, old.device)
-            if isinstance(factor, Tensor):
-                factor = moved(factor, new.device)
-            elif self._clip is not None and self._clip.is_frozen:  # v still lowers h by κE/100
+                    old = old + momentum * engine.known(slope)
+            if not isinstance(factor, Tensor) and self._clip is not None and self._clip.is_frozen:
+                # v still lowers h by κE/100
                 factor = max(factor, min(FROZEN, self._bound.least_factor(-new, excess)))
                 self._clip.lengthen(factor)
-            return factor, self._bound.limit(old, factor * new, excess)
+            return factor, self._bound.limit(old, engine.known(factor) * new, excess)
 
     def _momentum_buffers(self, parameters: list[Tensor]) -> list[Tensor]:
         for parameter in parameters:

@@ -4,9 +4,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from weakref import WeakMethod
 
+import torch
 from torch import Tensor, nn
 
-from kfc.distributed.sharding import refuse_sharded, refuse_sharding_wrapper
+from kfc.distributed.sharding import refuse_sharded
 from kfc.layers import Plan, find_layers
 
 # Called with the old and the new parameter.
@@ -32,10 +33,24 @@ class Members:
         """Report replaced parameters to a method, whose object is not kept alive."""
         self._listener = WeakMethod(listener)
 
-    def is_known(self, name: str, parameter: Tensor) -> bool:
-        """Return whether this is the parameter of that name, with the same shape."""
-        known = self._known.get(name)
-        return known is not None and known[0] is parameter and known[1] == parameter.shape
+    def gradients(self) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
+        """Return the gradients of trained parameters, and the parameters that are not known yet."""
+        found: dict[str, Tensor] = {}
+        replaced: dict[str, nn.Parameter] = {}
+        parameters = list(self._model.named_parameters())
+        refuse_sharded(parameters)
+        for name, parameter in parameters:
+            if parameter.grad is None or not parameter.requires_grad:
+                continue
+            if parameter.grad.layout != torch.strided:
+                raise ValueError(
+                    f"the gradient of {name!r} is sparse; build its layer with sparse=False"
+                )
+            known = self._known.get(name)
+            if known is None or known[0] is not parameter or known[1] != parameter.shape:
+                replaced[name] = parameter
+            found[name] = parameter.grad
+        return found, replaced
 
     def take_up(self, found: Mapping[str, nn.Parameter]) -> set[str]:
         """Replace parameters by new ones of the same names and shapes.
@@ -86,13 +101,3 @@ class Members:
                     f"layer {name!r} was replaced by a {kind}, which is treated differently; "
                     f"{advice}"
                 )
-
-
-def check_model(model: object) -> None:
-    """Raise an error unless the model is a module with parameters that can be trained."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if next(model.parameters(), None) is None:
-        raise ValueError("the model has no parameters to train")
-    refuse_sharding_wrapper(model)
-    refuse_sharded(model.named_parameters())

@@ -1,7 +1,7 @@
 """The best update on a few directions, by the quadratic model of the objective (appendix A.2)."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from kfc.optimizers.quadratic import QuadraticModel, inner_products
 
 Vector = Mapping[str, Tensor]
 # Yields (group, its parameters among the names, their names).
-ByGroup = Callable[[Vector], Iterator[tuple[dict[str, Any], list[Tensor], list[str]]]]
+ByGroup = Callable[[Vector], Iterable[tuple[dict[str, Any], list[Tensor], list[str]]]]
 
 
 class Proposal(NamedTuple):

@@ -1,21 +1,40 @@
 """Steps with momentum: m ← μm + v, θ ← θ + m."""
 
+from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kfc._helpers import parts_by_size
+from kfc._helpers import moved, parts_by_size, widest
 
+# A number, or a scalar on a device if the host would have to wait for the number.
 Scalar = float | Tensor
 
 
 class StepScales(NamedTuple):
-    """The factors of v and of μm in a step; numbers, or scalars on the device."""
+    """The factors of v and of μm in a step."""
 
     new: Scalar
     old: Scalar
+
+
+def sum_of_scalars(scalars: Sequence[Scalar]) -> Scalar:
+    """Return the sum of numbers, or of scalars on devices, on the device of the first."""
+    if not scalars or not isinstance(scalars[0], Tensor):
+        return sum(scalars)
+    tensors = [torch.as_tensor(scalar) for scalar in scalars]
+    home = tensors[0].device
+    wide = widest(home)
+    return torch.stack([moved(tensor, home).to(wide) for tensor in tensors]).sum()
+
+
+def where(condition: bool | Tensor, one: Scalar, other: Scalar) -> Scalar:
+    """Return one of two scalars, as ``torch.where`` does, also if the condition is known."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, one, other)
+    return one if condition else other
 
 
 def add_steps_(

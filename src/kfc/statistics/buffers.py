@@ -82,7 +82,6 @@ class BufferGuard:
         self._next_search = 1
         self._searching = False
 
-    @torch.no_grad()
     def before_pass(self, *, may_wait: bool, is_unused: bool) -> None:
         """Keep the buffers if this is the first forward pass since the last step.
 
@@ -102,8 +101,10 @@ class BufferGuard:
             self._next_search = self._steps + min(self._steps, SEARCH_PERIOD)
             self._modules = [module for module in self._model.modules() if module._buffers]
             self._memory.clear()
-        self._keep((module, name) for module in self._modules for name in module._buffers)
+        if self._modules:
+            self._keep((module, name) for module in self._modules for name in module._buffers)
 
+    @torch.no_grad()
     def _keep(self, places: Iterable[Place]) -> None:
         copies, buffers = [], []
         for place in places:

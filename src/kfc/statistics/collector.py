@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from kfc._helpers import all_finite, keeps_graph, will_reach
 from kfc.curvature.model import ModelCurvature
@@ -24,11 +24,11 @@ from kfc.schedule import now
 from kfc.statistics.backward import RecordedPass
 from kfc.statistics.buffers import BufferGuard
 from kfc.statistics.clock import Clock
-from kfc.statistics.columns import scale_of_squares
 from kfc.statistics.draws import Draws
 from kfc.statistics.observation import Arrival, Observation, count_examples, share_of_dropped
 from kfc.statistics.outputs import on_derivative
 from kfc.statistics.replays import Replays
+from kfc.statistics.terms import StepTerms
 
 Moments = dict[str, tuple[Moment, ...]]
 Gathered = tuple[Moments, float]
@@ -52,6 +52,7 @@ class Collector:
         records_random_state: whether passes will be run again from their initial random state.
         is_guess: whether weights were assumed before the examples of a step were known.
         clock: measures the time of gathering statistics.
+        terms: the terms of the loss in the passes of the step in progress.
         draws, replays: how statistics are gathered from whole passes, and from parts of a step.
     """
 
@@ -69,6 +70,8 @@ class Collector:
         self.draws = Draws(model, losses, reducer, exact=exact, seed=seed)
         self.buffers = BufferGuard(model)
         self._observations: list[Observation] = []
+        self.terms = StepTerms(losses)
+        self._reached: set[Node] = set()
         self.loss_scale: float | Tensor = 1.0
         self._expected_examples: int | None = None
         self.is_guess = False
@@ -105,6 +108,7 @@ class Collector:
         self._reducer.drop()
         self._batch = BatchStatistics()
         self._observations.clear()
+        self.terms.begin(0, 1.0)
         self.buffers.forget()
         self.clock.reset()
         self.replays.end_step()
@@ -162,7 +166,7 @@ class Collector:
         if self.clock.started is None:
             self.clock.start()
             self._reducer.begin_step(self._step)
-            if not self._estimating and wanted:
+            if wanted and not self._estimating:
                 self.replays.decide(max(size, self._expected_examples or 0))
         if not self._estimating:
             # DistributedDataParallel changes buffers between passes; checkpointing, in backward.
@@ -210,6 +214,8 @@ class Collector:
 
     def _limit_waiting(self) -> None:
         """Drop passes that no backward pass has used for a long time, as in an evaluation."""
+        if len(self._observations) <= MAX_WAITING:
+            return
         unused = [each for each in self._observations if not each.derivatives]
         for each in unused[:-MAX_UNUSED]:
             self._observations.remove(each)
@@ -227,7 +233,7 @@ class Collector:
         if self._is_gathering or observation not in self._observations:
             return
         # Gradients in the inputs, for instance, are not those of a training step.
-        if not (self._estimating or will_reach(self.model.parameters())):
+        if not (self._estimating or will_reach(self.model.parameters(), self._reached)):
             return
         try:
             self._add_derivative(observation, name, derivative)
@@ -271,7 +277,7 @@ class Collector:
             examples = self._expected_examples
         elif not loss.is_read:
             self.is_guess = True
-        weights = self.losses.weights(name, outputs, derivative, examples, scale)
+        weights = self.losses.terms(name, outputs, derivative, examples, scale).weights
         with self.clock.timed("backward"), self._gathering():
             # On the scale of one example until the total is known. Before the backward pass, which
             # may carry derivatives to ranks with other batch sizes.
@@ -290,7 +296,8 @@ class Collector:
         with self.clock.timed("backward"), torch.no_grad(), without_autocast(device):
             if is_empirical:
                 recorded.end_draw()
-                scale = self._empirical_scale(observation)
+                self.terms.begin(count_examples(self.observations), self.loss_scale)
+                scale = self.terms.empirical_scale(observation)
             moments = recorded.moments()
         observation.forget_graph()
         return moments, scale
@@ -337,14 +344,7 @@ class Collector:
 
     def weights_by_pass(self, observation: Observation, name: str) -> list[Weights]:
         """Return the weights of an output, with the loss scale, for each backward pass."""
-        derivatives = observation.derivatives[name]
-        if not self.losses.by_name[name].is_read:
-            derivatives = derivatives[:1]  # they have one curvature, as far as is known
-        outputs, examples = observation.outputs[name], count_examples(self.observations)
-        return [
-            self.losses.weights(name, outputs, derivative, examples, self.loss_scale)
-            for derivative in derivatives
-        ]
+        return [terms.weights for terms in self.terms.of(observation, name)]
 
     def finish(self, loss_scale: float | Tensor = 1.0) -> BatchStatistics:
         """Return the statistics of the step, on the scale of the loss on the whole batch.
@@ -355,13 +355,16 @@ class Collector:
             loss_scale: the factor of the user's loss that its gradients do not have any more.
         """
         self.loss_scale = loss_scale
-        self._expected_examples = count_examples(self.observations) or None
+        examples = count_examples(self.observations)
+        self._expected_examples = examples or None
+        self.terms.begin(examples, loss_scale)
         for observation in self.observations:
             self._add_moments(observation, *self._end_gathering(observation))
         batch, start = self._batch, now(self.clock.device)
         if self.replays.are_active:
             self._replay()
-        self._reducer.receive_(batch, self._wanted(), due=self._due, fresh=self._estimating)
+        names = self._wanted() if self._reducer.size > 1 else ()
+        self._reducer.receive_(batch, names, due=self._due, fresh=self._estimating)
         if batch.moments:
             self.clock.add("optimizer", now(self.clock.device) - start)
         if batch.examples:
@@ -380,19 +383,6 @@ class Collector:
     def _growth(self, part: float, whole: float) -> float:
         # Passes of an estimate are steps of their own, of which the mean over examples is taken.
         return 1.0 if self._estimating else self.losses.growth(part, whole)
-
-    def _empirical_scale(self, observation: Observation) -> float:
-        """Return the factor of squared derivatives of the user's own backward pass.
-
-        They are c times those of the log-likelihood; sqrt(c N) is needed. If the weights differ,
-        the scale is right for derivatives of one size.
-        """
-        by_output = [self.weights_by_pass(observation, name) for name in observation.derivatives]
-        scale = scale_of_squares(chain(*by_output))
-        if self.losses.is_summed:
-            return scale  # the weights contain the loss scale
-        examples = count_examples(self.observations)
-        return scale * examples**2 / observation.examples / float(self.loss_scale) ** 2
 
     def is_finite(self) -> bool:
         """Return whether what was collected so far is finite; waits for the device."""

@@ -60,6 +60,9 @@ class ModelHooks:
         self._in_eval = in_eval
         self._layers = dict(layers)
         self._collector = weakref.ref(collector)
+        # Whether the calls of layers are used in the pass of the training thread; if not, their
+        # hooks return at once.
+        self.needs_layers = False
         # Per thread: a model may be evaluated in one thread while another trains it.
         self._thread = threading.local()
         # The layers whose modules run, and those that run without them.
@@ -70,7 +73,7 @@ class ModelHooks:
         self._add(model.register_forward_pre_hook, _Hook(me, "_before_model"))
         for name, layer in self._layers.items():
             for module in layer.modules:
-                self._add(module.register_forward_hook, _Hook(me, "_after_layer", name))
+                self._add(module.register_forward_hook, _LayerHook(me, "_after_layer", name))
         # Last, because hooks run in the order of registration and the model may be a layer itself.
         self._add(model.register_forward_hook, _Hook(me, "_after_model"), always_call=True)
         self.close = weakref.finalize(self, _remove_all, self._handles)
@@ -83,6 +86,7 @@ class ModelHooks:
         collector = self._collector()
         if collector is not None and collector.draws.replayed is not None:
             self._record_in(collector.draws.replayed)
+            self.needs_layers = True
             return
         if collector is None or not (model.training or self._in_eval):
             return
@@ -92,7 +96,8 @@ class ModelHooks:
         self._thread.random_state = None
         if collector.records_random_state:
             self._thread.random_state = get_random_state(accelerators_of(model))
-        self._record_in(collector.new_pass(_first_size((args, kwargs))))
+        self._record_in(collector.new_pass(_first_size(args, kwargs)))
+        self.needs_layers = self._thread.recorded is not None or collector.replays.are_active
 
     def _record_in(self, recorded: RecordedPass | None) -> None:
         """Record the pass that begins, also calls of layers without their modules."""
@@ -168,10 +173,21 @@ class _Hook:
         return _Hook, (_nothing, "")
 
 
-def _first_size(arguments: Any) -> int:
+class _LayerHook(_Hook):
+    """A hook on a layer, most calls of which have nothing to do."""
+
+    def __call__(self, *args: Any) -> None:
+        owner = None if torch.compiler.is_compiling() else self.owner()
+        if owner is not None and owner.needs_layers:
+            super().__call__(*args)
+
+
+def _first_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the first size of the first tensor that has one, or 0."""
-    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.dim())
-    return next((len(tensor) for tensor in tensors), 0)
+    if args and isinstance(args[0], Tensor) and args[0].dim():
+        return len(args[0])
+    leaves = tree_leaves((args, kwargs))
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
 
 def _nothing() -> None:
