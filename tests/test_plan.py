@@ -19,7 +19,7 @@ from kfc.lab.planning.prediction import Task, predict, predict_all
 from kfc.lab.report.plan import Checked, Plan, plan_rows, summary_rows, write_plan_page
 from ranks import run_ranks
 
-MACHINE = Machine(products=1e9, decompositions=5e8, memory=1e10, network=1e9, latency=1e-4)
+MACHINE = Machine(products=1e9, decompositions=5e8, memory=1e10, network=1e9, latency=1e-4, start=1e-6)
 PERIODS = kfc.Periods(5, 10)
 
 

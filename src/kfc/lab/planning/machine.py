@@ -17,6 +17,8 @@ from torch.multiprocessing.spawn import spawn
 # The width of measured matrices, and the entries of measured messages.
 WIDTH, ENTRIES = 1024, 4 * 2**20
 REPEATS = 5
+# The small operations that are measured together.
+OPERATIONS = 1000
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Machine:
         memory: bytes per second that are copied.
         network: bytes per second that a rank sends.
         latency: seconds until a short message arrives.
+        start: seconds to start an operation, which a small one takes.
     """
 
     products: float
@@ -36,6 +39,7 @@ class Machine:
     memory: float
     network: float
     latency: float
+    start: float
 
 
 def seconds_of(function: Callable[[], object], repeats: int = REPEATS) -> float:
@@ -58,7 +62,7 @@ def measure_machine(network: float | None = None, latency: float | None = None) 
     """
     matrix = torch.randn(WIDTH, WIDTH)
     definite = matrix @ matrix.mT + WIDTH * torch.eye(WIDTH)
-    target, source = torch.empty(ENTRIES), torch.ones(ENTRIES)
+    target, source, small = torch.empty(ENTRIES), torch.ones(ENTRIES), torch.ones(8)
     if network is None or latency is None:
         found = measure_network()
         network, latency = network or found[0], found[1] if latency is None else latency
@@ -68,6 +72,7 @@ def measure_machine(network: float | None = None, latency: float | None = None) 
         memory=source.nbytes / seconds_of(lambda: target.copy_(source)),
         network=network,
         latency=latency,
+        start=seconds_of(lambda: [small.add(1) for _ in range(OPERATIONS)]) / OPERATIONS,
     )
 
 

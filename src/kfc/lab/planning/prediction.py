@@ -2,7 +2,8 @@
 
 A step in the long run has four kinds of work: the user's own passes, whose time is measured;
 natural gradients; and statistics and inverses, which are divided by their periods. The times of the
-last three are their counted multiply-adds divided by the speed of the machine. Ranks also exchange
+last three are their counted multiply-adds divided by the speed of the machine, and the time of
+starting their operations. Ranks also exchange
 gradients, statistics, and inverses or natural gradients: a sum of b bytes over p ranks sends
 2 (p - 1) / p b from each rank in 2 (p - 1) messages (a ring), a broadcast sends b in log₂ p.
 """
@@ -32,6 +33,10 @@ MOVED = 6.0
 # this part of a forward and backward pass.
 NORMS, FORWARD_MODE = 2, 2 / 3
 PASSES = "passes"
+# The small operations in whose time a layer's natural gradient, statistics and inverses are
+# started, and the rest of a step: on networks with small layers, they take longer than the
+# multiply-adds.
+NATURAL_STARTS, STATISTICS_STARTS, INVERSE_STARTS, STEP_STARTS = 60, 450, 250, 300
 
 
 class Task(NamedTuple):
@@ -109,13 +114,23 @@ def predict(
     places = place(sizes, ranks, placement, every_inverse)
     costs = task.costs()
     statistics = sum(each.statistics for each in costs.values()) / machine.products
-    inverses = {name: costs[name].inverses / _speed(task.layers[name], machine) for name in costs}
-    moved = {name: MOVED * sizes[name].gradient_bytes / machine.memory for name in costs}
-    natural = {n: costs[n].natural_gradient / machine.products + moved[n] for n in costs}
+    statistics += machine.start * STATISTICS_STARTS * len(costs)
+    inverses = {
+        name: costs[name].inverses / _speed(task.layers[name], machine)
+        + machine.start * INVERSE_STARTS
+        for name in costs
+    }
+    natural = {
+        name: costs[name].natural_gradient / machine.products
+        + MOVED * sizes[name].gradient_bytes / machine.memory
+        + machine.start * NATURAL_STARTS
+        for name in costs
+    }
     kept = {name for name, where in places.items() if where.kept}
     computed = {
         PASSES: task.passes,
         "clip": NORMS * FORWARD_MODE * FisherClip().fraction / LONGEST_GAP * task.passes,
+        "starting": machine.start * STEP_STARTS,
         "statistics": statistics / every_statistics,
         "inverses": _largest_load(inverses, places, ranks) / every_inverse,
         "natural gradients": sum(natural[n] for n in costs if n not in kept)
