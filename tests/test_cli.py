@@ -8,6 +8,8 @@ import pytest
 
 import kfc as package
 from commands import assert_clear_error, kfc, kfc_anew, kfc_here
+from kfc.lab.cli.screen import RunDisplay, progress_bars
+from kfc.lab.config import make_config
 from kfc.lab.runs import read_record
 
 SMALL = ("--data", "digits", "--epochs", "1", "--threads", "1")
@@ -97,6 +99,37 @@ def test_train_leaves_a_complete_folder(run):
     assert (path / "checkpoint.pt").exists()
     header = json.loads((path / "config.json").read_text())
     assert header["data_digest"]
+
+
+def test_an_evaluation_is_shown_with_its_parameters_and_splits(run):
+    """Every number says of which parameters, which split and which update it is."""
+    path, done = run
+    lines = [line for line in done.stdout.splitlines() if line.startswith("epoch ")]
+    first, last = read_record(path).evaluations
+    shown = [f"train loss {row['train_loss']:.4g} " for row in (first, last)]
+    assert re.match(rf"epoch 0, update 0, .*: initial parameters: {re.escape(shown[0])}", lines[0])
+    assert "averaged" not in lines[0]
+    assert lines[1].startswith("epoch 1, update 22, ")
+    assert f": averaged parameters: train loss {last['averaged_train_loss']:.4g} " in lines[1]
+    assert f"; raw parameters: {shown[1]}" in lines[1]
+    assert f", test loss {last['test_loss']:.4g} error {last['test_error']:.2f}%" in lines[1]
+
+
+def test_the_progress_bar_says_to_which_update_an_error_belongs():
+    progress = progress_bars(hidden=True)
+    display = RunDisplay(progress, "kfc", make_config(data="digits", epochs=2))
+    place = {"epoch": 0.0, "update": 0, "seconds": 0.0}
+    keys = [f"{kind}{split}" for kind in ("averaged_", "") for split in ("train_", "test_")]
+    measures = {f"{key}{what}": 88.97 for key in keys for what in ("loss", "error")}
+    now = {"kind": "progress", "loss": 1.234, "images_per_second": 512.3, "fisher_norm": 0.25}
+    display({"kind": "evaluation", **place, **measures})
+    display({**place, **now, "update": 10})
+    expected = "update 10: batch loss 1.23 (raw), ν 0.25, 512 images/s"
+    assert progress.tasks[0].fields["state"] == expected
+    display({"kind": "evaluation", **place, **measures, "update": 12, "averaged_test_error": 42.0})
+    display({**place, **now, "update": 20})
+    state = progress.tasks[0].fields["state"]
+    assert state == expected.replace("10", "20") + ", test error 42.00% (averaged, update 12)"
 
 
 def test_train_imports_a_network_of_the_user(tmp_path):

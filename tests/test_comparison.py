@@ -76,6 +76,18 @@ def test_there_is_a_preset_for_every_figure():
     )
 
 
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("name", ["figure3-cifar10", "figure3-svhn", "figure4", "figure5"])
+def test_the_figures_of_the_paper_keep_its_settings(name, quick):
+    """Averages from the first parameters on; for CIFAR-10, the initial weights of cuda-convnet."""
+    comparison = read_comparison(name, quick=quick, overrides={})
+    for config in (config for configs in comparison.candidates().values() for config in configs):
+        assert config.records.averaging_fraction == 1
+        problem = config.problem
+        expected = ("paper", "centred") if problem.data == "cifar10" else ("kaiming", "normalised")
+        assert (problem.init, problem.inputs) == expected
+
+
 def test_overrides_replace_the_options_of_a_preset():
     comparison = read_comparison("demo", quick=False, overrides={"epochs": 2.0, "seed": 7})
     for configs in comparison.candidates().values():

@@ -24,9 +24,9 @@ def made(name: str, *, channels: int = 3, classes: int = 10, init: str | None = 
 def images_for(name: str, examples: int, channels: int = 3) -> torch.Tensor:
     size = max(NETWORKS[name].image_sizes, default=16)
     shape = (examples, channels, size, size)
-    if NETWORKS[name].inputs == "unit":
-        return torch.rand(shape)
-    return (60 if NETWORKS[name].inputs == "centred" else 1) * torch.randn(shape)
+    network = NETWORKS[name]
+    unit = network.inits[network.default_init] == "unit"
+    return torch.rand(shape) if unit else torch.randn(shape)
 
 
 def parameters_of(name: str) -> int:
@@ -258,7 +258,7 @@ def test_kaiming_initialisation(name):
 
 def test_the_first_initialisation_is_the_default():
     for name in ("cuda-convnet", "digits"):
-        named = made(name, init=NETWORKS[name].inits[0]).state_dict()
+        named = made(name, init=next(iter(NETWORKS[name].inits))).state_dict()
         for key, value in made(name).state_dict().items():
             assert torch.equal(value, named[key])
 
@@ -280,7 +280,7 @@ def test_the_registry_describes_its_networks(name):
     parameters = dict(made(name).named_parameters())
     assert set(network.weight_costs) <= set(parameters)
     assert not any(key.endswith("bias") for key in network.weight_costs)
-    assert network.inputs in ("centred", "normalised", "unit")
+    assert set(network.inits.values()) <= {"centred", "normalised", "unit"}
     assert network.task in TASKS
 
 

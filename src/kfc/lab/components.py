@@ -161,7 +161,7 @@ class RunComponents(NetworkComponents):
             self.optimizer = options.make(self.model, setup)
         with explained_collectives(ranks):
             self.replica = Replica(self.model, ranks, self.device)
-        self.averages = Averages(self.model, timescale)
+        self.averages = Averages(self.model, timescale, config.records.averaging_fraction)
         self.first_image, _ = self.examples(data.train, 1)
         self._evaluated = {
             "train": (data.train, min(self.batches.examples, config.records.evaluation_examples)),

@@ -63,13 +63,14 @@ class Problem:
     data: str = _data(None, f"One of {', '.join(DEFAULT_NETS)}", choices=tuple(DEFAULT_NETS))
     net: str = _data(None, f"{', '.join(NETWORKS)}; or your own network as module:function")
     init: str | None = _data(
-        None, "Initial weights: paper, kaiming or glorot; the default depends on the network"
+        None,
+        "Initial weights: kaiming (glorot for autoencoders), or paper for those of cuda-convnet",
     )
     inputs: str = _data(
         None,
-        "Pixels: centred (minus the mean image), normalised (also to unit variance) or unit (from "
-        "0 to 1); the default depends on the network",
-        choices=("centred", "normalised", "unit"),
+        "Pixels: normalised (to zero mean and unit variance), centred (minus the mean image) or "
+        "unit (from 0 to 1); the default depends on the initial weights",
+        choices=("normalised", "centred", "unit"),
     )
     batch_size: int = _data(
         None, "Examples per batch, over all processes; the default depends on the optimizer"
@@ -125,6 +126,12 @@ class Records:
 
     averaging_examples: int | None = _records(
         None, "Timescale of the averaged parameters in examples; by default an epoch, at most 50000"
+    )
+    averaging_fraction: float = _records(
+        0.125,
+        "Timescale of the averaged parameters relative to the updates so far, until it is that of "
+        "--averaging-examples; 1 for the mean of all parameters since the initial ones",
+        most=1,
     )
     evaluation_period: float = _records(1.0, "Epochs between evaluations")
     evaluation_examples: int = _records(
@@ -220,11 +227,11 @@ def make_config(**given: Any) -> RunConfig:
     options = optimizer_options(given.get("optimizer", Method.optimizer), own)
     net = given.get("net", DEFAULT_NETS[given["data"]])
     network = NETWORKS.get(net)
-    init = given.get("init", network.inits[0] if network else None)
+    init = given.get("init", network.default_init if network else None)
     defaults = {
         "net": net,
         "init": init,
-        "inputs": network.inputs if network and init == network.inits[0] else "normalised",
+        "inputs": network.inits.get(init, "normalised") if network else "normalised",
         "lr": options.lr,
         "batch_size": options.batch_size,
         "threads": torch.get_num_threads(),

@@ -31,29 +31,31 @@ class Network:
     Attributes:
         make: builds it from (channels, classes), with torch's own initialisation.
         image_sizes: sides of the square images that it takes; empty if any size is possible.
-        inits: its initialisations, the default first.
+        inits: its initialisations, the default first, each with the form of the inputs that it is
+            meant for: ``"centred"`` (pixels minus their mean), ``"normalised"`` (zero mean and unit
+            variance) or ``"unit"`` (0 to 1).
         weight_costs: the paper's λ by parameter name.
-        inputs: the form of the inputs for its default initialisation: ``"centred"`` (pixels minus
-            their mean), ``"normalised"`` (zero mean and unit variance) or ``"unit"`` (0 to 1).
         task: a name in ``kfc.lab.components.TASKS``.
     """
 
     make: Callable[[int, int], nn.Module]
     image_sizes: tuple[int, ...]
-    inits: tuple[str, ...] = ("kaiming",)
+    inits: Mapping[str, str] = field(default_factory=lambda: {"kaiming": "normalised"})
     weight_costs: Mapping[str, float] = field(default_factory=dict)
-    inputs: str = "normalised"
     task: str = "classification"
+
+    @property
+    def default_init(self) -> str:
+        return next(iter(self.inits))
 
 
 _cuda_convnet = partial(
     Network,
     image_sizes=(32,),
-    inits=("paper", "kaiming"),
+    inits={"kaiming": "normalised", "paper": "centred"},
     weight_costs=architectures.WEIGHT_COSTS,
-    inputs="centred",
 )
-_autoencoder = partial(Network, inits=("glorot",), inputs="unit", task="reconstruction")
+_autoencoder = partial(Network, inits={"glorot": "unit"}, task="reconstruction")
 
 NETWORKS: Mapping[str, Network] = {
     "cuda-convnet": _cuda_convnet(cuda_convnet),
@@ -108,7 +110,7 @@ def _build_known(
             f"{name} has no initialisation {init!r}; choose one of: {', '.join(network.inits)}"
         )
     model = network.make(channels, classes)
-    initialise(model, init or network.inits[0])
+    initialise(model, init or network.default_init)
     return model
 
 
