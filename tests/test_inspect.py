@@ -235,7 +235,7 @@ def test_names_of_layers_are_not_wrapped(own_networks):
         ([], 2, "name either folders of runs, or --net and --data"),
         (["--net", "digits"], 2, "data must be given"),
         (["--data", "imagenet"], 2, "data must be one of"),
-        (["--data", "digits", "--net", "lenet"], 2, "no network 'lenet'"),
+        (["--data", "digits", "--net", "lenet"], 2, "net must be one of"),
         (["--data", "digits", "--layer", "conv9"], 2, "digits has no layer 'conv9'"),
         (["--data", "digits", "--approximation", "magic"], 2, "approximation must be one of"),
         (["--data", "digits", "--examples", "99999"], 2, "examples must be at most 1438"),

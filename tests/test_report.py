@@ -110,7 +110,7 @@ def test_summary_of_runs_without_finite_evaluations(tmp_path, sgd_run):
 
 def test_baseline_is_sgd_or_the_given_name(kfc_run, sgd_run):
     assert cells(summary_rows([kfc_run, sgd_run], "KFC"), "seconds per epoch (x KFC's)")[1]
-    with pytest.raises(ValueError, match="no run is named 'Adam'; there are KFC, SGD"):
+    with pytest.raises(ValueError, match="baseline must be one of KFC, SGD; got 'Adam'"):
         summary_rows([kfc_run, sgd_run], "Adam")
 
 

@@ -440,10 +440,10 @@ def test_wrong_arguments_of_the_suite(tmp_path, monkeypatch):
     (tmp_path / "there").mkdir()
     few = ["--workloads", "digits", "--methods", "SGD"]
     for arguments, code, words in [
-        (["--workloads", "cifar11"], 2, "choose from digits, cifar10"),
-        (["--methods", "sgd"], 2, "choose from SGD, AdamW"),
-        (["--methods", ","], 2, "choose from"),
-        (["--ruleset", "none"], 2, "choose from untuned, tuned, both"),
+        (["--workloads", "cifar11"], 2, "must be one of digits, cifar10"),
+        (["--methods", "sgd"], 2, "must be one of SGD, AdamW"),
+        (["--methods", ","], 2, "must be one of"),
+        (["--ruleset", "none"], 2, "must be one of untuned, tuned, both"),
         ([*few, "--hours", "-1"], 2, "must be a positive number"),
         ([*few, "--hours", "0"], 2, "must be a positive number"),
         ([*few, "--limit-factor", "nan"], 2, "must be a positive number"),
@@ -451,7 +451,7 @@ def test_wrong_arguments_of_the_suite(tmp_path, monkeypatch):
         ([*few, "--out", "there"], 1, "never overwritten"),
         (["--resume", "there"], 1, "not the folder of a suite"),
         (["--resume", "there", "--seeds", "2"], 2, "only --hours can be changed"),
-        (["--quick", "--workloads", "cifar10"], 2, "choose from digits"),
+        (["--quick", "--workloads", "cifar10"], 2, "must be one of digits"),
     ]:
         assert_clear_error(kfc_here("compare", "suite", *arguments), code, words)
     assert_clear_error(kfc_here("compare", "--quick", "suite"), 2, "kfc compare suite --quick")

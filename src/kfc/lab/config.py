@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
-from kfc.lab.networks import NETWORKS
+from kfc.lab.networks import NETWORKS, require_known
 from kfc.lab.optimizers import OPTIMIZERS, all_optimizer_options, optimizer_options
 from kfc.lab.options import (
     ConfigError,
     check_options,
+    config_errors,
     duration,
     flat,
     from_flat,
+    not_one_of,
     number_or,
     option,
     options_of,
@@ -178,6 +180,8 @@ class RunConfig:
             torch.device(self.machine.device)
         except RuntimeError as error:
             raise ConfigError(f"device: {error}") from error
+        with config_errors():
+            require_known(problem.net)
         network = NETWORKS.get(problem.net)
         if network is not None and network.task == "reconstruction" and problem.inputs != "unit":
             raise ConfigError(
@@ -220,8 +224,8 @@ def make_config(**given: Any) -> RunConfig:
         raise ConfigError(f"data must be given: one of {', '.join(DEFAULT_NETS)}")
     own = {name: given.pop(name) for name in all_optimizer_options() if name in given}
     if unknown := [name for name in given if name not in OPTIONS]:
-        known = ", ".join([*OPTIONS, *sorted(all_optimizer_options())])
-        raise ConfigError(f"unknown options: {', '.join(unknown)}; known are {known}")
+        known = [*OPTIONS, *sorted(all_optimizer_options())]
+        raise ConfigError(not_one_of("every option", unknown[0], known))
     for name, value in given.items():
         OPTIONS[name].check(value)
     options = optimizer_options(given.get("optimizer", Method.optimizer), own)
@@ -231,7 +235,7 @@ def make_config(**given: Any) -> RunConfig:
     defaults = {
         "net": net,
         "init": init,
-        "inputs": network.inits.get(init, "normalised") if network else "normalised",
+        "inputs": network.inits.get(str(init), "normalised") if network else "normalised",
         "lr": options.lr,
         "batch_size": options.batch_size,
         "threads": torch.get_num_threads(),

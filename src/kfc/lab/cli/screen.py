@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,6 +84,20 @@ def print_error(message: str, rank: int = 0) -> None:
     errors.print(f"[red]Error:[/red] {place}{escape(message)}", soft_wrap=True, highlight=False)
 
 
+def print_usage_error(error: Any) -> None:
+    """Print a usage error of typer in the style of all other errors."""
+    if error.__class__.__name__ == "NoArgsIsHelpError":  # the help is printed already
+        return
+    text = error.format_message()
+    if found := re.fullmatch(r"Invalid value(?: for (.+?))?: (.*)", text, re.DOTALL):
+        hint, message = (found[1] or "").replace("'", ""), found[2]
+        between = " " if message.startswith(("must", "has")) else ": "
+        text = message if not hint or " must be one of " in message else f"{hint}{between}{message}"
+    elif error.ctx is not None:
+        text = f"{text.rstrip('.')} (see {error.ctx.command_path} --help)"
+    print_error(text[:1].lower() + text[1:])
+
+
 @contextmanager
 def writing(page: Path) -> Iterator[None]:
     """Exit with a message if the page cannot be written."""
@@ -154,11 +169,14 @@ class RunDisplay:
     def __init__(self, progress: Progress, label: str, config: RunConfig, prefix: str = "") -> None:
         self._progress, self._config, self._prefix = progress, config, prefix
         self._label = escape(label)
-        self._task = progress.add_task(self._label, total=1.0, state="")
+        self._task: TaskID | None = None
         self._estimate: TaskID | None = None
         self._test_error = ""  # of the last evaluation after an update
 
     def __call__(self, row: dict[str, Any]) -> None:
+        # Not before the first row, so that errors of the settings come before any progress bar.
+        if self._task is None:
+            self._task = self._progress.add_task(self._label, total=1.0, state="")
         if row["kind"] == "estimating":
             self._show_estimate(row["done"], row["examples"])
             return

@@ -16,8 +16,10 @@ from torch import nn
 
 from kfc.lab.networks import architectures
 from kfc.lab.networks.architectures import ResNet20, autoencoder, cuda_convnet, initialise
+from kfc.lab.options import not_one_of
 
-__all__ = ["NETWORKS", "Network", "NetworkError", "build"]
+__all__ = ["NETWORKS", "Network", "NetworkError", "build", "require_known"]
+OWN = "or module:function for your own"
 
 
 class NetworkError(ValueError):
@@ -73,6 +75,12 @@ NETWORKS: Mapping[str, Network] = {
 }
 
 
+def require_known(name: str) -> None:
+    """Raise ``NetworkError`` unless the name is one of ``NETWORKS`` or "module:function"."""
+    if name not in NETWORKS and ":" not in name:
+        raise NetworkError(not_one_of("net", name, NETWORKS, OWN))
+
+
 def build(
     name: str, *, image: tuple[int, int, int], classes: int, init: str | None, seed: int
 ) -> nn.Module:
@@ -95,20 +103,16 @@ def build(
 def _build_known(
     name: str, image: tuple[int, int, int], classes: int, init: str | None
 ) -> nn.Module:
-    if name not in NETWORKS:
-        raise _error(f"there is no network {name!r}")
+    require_known(name)
     network = NETWORKS[name]
     channels, height, width = image
     if network.image_sizes and (height != width or height not in network.image_sizes):
         sizes = " or ".join(f"{side}x{side}" for side in network.image_sizes)
         raise _error(
-            f"{name} takes images of {sizes} pixels, but these have {height}x{width}; use other "
-            "data or another network"
+            f"{name} takes images of {sizes} pixels, and those of the data have {height}x{width}"
         )
     if init not in (None, *network.inits):
-        raise NetworkError(
-            f"{name} has no initialisation {init!r}; choose one of: {', '.join(network.inits)}"
-        )
+        raise NetworkError(not_one_of(f"init of {name}", init, network.inits))
     model = network.make(channels, classes)
     initialise(model, init or network.default_init)
     return model
@@ -155,4 +159,4 @@ def _current_directory_importable() -> Iterator[None]:
 
 
 def _error(message: str) -> NetworkError:
-    return NetworkError(f"{message}; known: {', '.join(NETWORKS)}, or module:function for your own")
+    return NetworkError(f"{message}; net may be one of {', '.join(NETWORKS)}, {OWN}")

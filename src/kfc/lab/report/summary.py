@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kfc.lab.options import not_one_of
 from kfc.lab.report.tables import MISSING, Row, number, percent, ratio, setting
 from kfc.lab.runs import Record
 
@@ -77,7 +78,7 @@ def find_baseline(records: Sequence[Record], name: str | None = None) -> Record:
         return next((r for r in records if r.config.method.optimizer == "sgd"), records[0])
     named = {record.name: record for record in records}
     if name not in named:
-        raise ValueError(f"no run is named {name!r}; there are {', '.join(named)}")
+        raise ValueError(not_one_of("baseline", name, named))
     return named[name]
 
 
