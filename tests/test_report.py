@@ -94,9 +94,9 @@ def test_summary_has_a_column_for_each_run(kfc_run, sgd_run):
     assert cells(rows, "updates") == ("440", "440")
     assert cells(rows, "seconds per epoch (x SGD's)") == ("20 (5.0x)", "4")
     last = sgd_run.evaluations[-1]
-    assert cells(rows, "train loss, averaged")[1] == f"{last['averaged_train_loss']:.3g}"
-    assert cells(rows, "test error, averaged")[1] == f"{last['averaged_test_error']:.2f}%"
-    assert cells(rows, "train error, raw")[1] == f"{last['train_error']:.2f}%"
+    assert cells(rows, "train loss")[1] == f"{last['averaged_train_loss']:.3g}"
+    assert cells(rows, "test error")[1] == f"{last['averaged_test_error']:.2f}%"
+    assert cells(rows, "raw train error")[1] == f"{last['train_error']:.2f}%"
     assert cells(rows, "ended") == ("all epochs done", "all epochs done")
 
 
@@ -104,7 +104,7 @@ def test_summary_of_runs_without_finite_evaluations(tmp_path, sgd_run):
     fresh = make_run(tmp_path / "fresh", evaluations=0, end=None)
     lost = make_run(tmp_path / "lost", evaluations=3, end="diverged")
     rows = summary_rows([sgd_run, fresh, lost])
-    assert cells(rows, "train loss, averaged")[1:] == ("–", "–")
+    assert cells(rows, "train loss")[1:] == ("–", "–")
     assert cells(rows, "ended")[1:] == ("unfinished", "diverged")
 
 
@@ -138,7 +138,7 @@ def test_goals_count_until_the_error_is_first_reached(kfc_run, sgd_run):
     slow = with_errors(sgd_run, [90, 50, 40, 30, 20, 10, 9, 8, 5.9])
     rows = goal_rows([fast, slow], Goals(train_errors=(6,)))
     assert rows == [
-        ("averaged parameters reach", "KFC", "SGD"),
+        ("to reach, averaged", "KFC", "SGD"),
         ("6% training error", "", ""),
         ("seconds", "40 (0.8x)", "32"),
         ("epochs", "2 (4.0x)", "8"),

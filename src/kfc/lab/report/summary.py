@@ -129,13 +129,15 @@ def summary_rows(records: Sequence[Record], baseline: str | None = None) -> list
         last("updates", "update"),
         last("seconds", "seconds"),
         (f"seconds per epoch (x {owner}'s)", *(_pace(record, reference) for record in records)),
-        last("train loss, averaged", "averaged_train_loss"),
-        last("test loss, averaged", "averaged_test_loss"),
-        last("train error, averaged", "averaged_train_error", percent),
-        last("test error, averaged", "averaged_test_error", percent),
-        last("train error, raw", "train_error", percent),
-        last("test error, raw", "test_error", percent),
         ("ended", *(END_REASONS.get(reason, str(reason)) for reason in reasons)),
+        ("averaged parameters", *("" for _ in records)),
+        last("train loss", "averaged_train_loss"),
+        last("test loss", "averaged_test_loss"),
+        last("train error", "averaged_train_error", percent),
+        last("test error", "averaged_test_error", percent),
+        ("raw parameters", *("" for _ in records)),
+        last("raw train error", "train_error", percent),
+        last("raw test error", "test_error", percent),
     ]
 
 
@@ -158,7 +160,7 @@ def goal_rows(records: Sequence[Record], goals: Goals, baseline: str | None = No
     brackets: how many times less than the baseline, with ">" if the baseline did not reach it.
     """
     reference = find_baseline(records, baseline)
-    rows = [("averaged parameters reach", *(record.name for record in records))]
+    rows = [("to reach, averaged", *(record.name for record in records))]
     for key, value, title in goals:
         rows.append((title, *("" for _ in records)))
         for label, count in COUNTS.items():
