@@ -419,7 +419,11 @@ def test_results_are_valid_json(results):
 
 def test_the_page_has_profiles_curves_and_tables(results, tmp_path):
     write_suite_page(tmp_path / "page.html", results)
+    scores = score_rows(results, results.rulesets[0])[1:]
     page = (tmp_path / "page.html").read_text()
+    best, score, _, firsts, _ = scores[0]
+    assert f"Untuned, {best} has the best score ({float(score):.2f})" in page
+    assert f"fastest on {firsts} of 2 workloads" in page
     figures = {figure.id: figure for figure in figures_in(page)}
     assert set(figures) == {
         *("profile-untuned", "curve-untuned-digits", "curve-untuned-cifar10"),
