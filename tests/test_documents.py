@@ -38,7 +38,9 @@ def test_the_loop_that_replaces_adamw_runs_and_so_does_the_one_before():
         lines = [line[1:] for line in difference.splitlines() if line[:1] != removed]
         trained = []
         names = {
-            **{"torch": torch, "F": torch.nn.functional, "evaluate": trained.append},
+            "torch": torch,
+            "F": torch.nn.functional,
+            "evaluate": trained.append,
             "model": torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 10)),
             "loader": [(torch.randn(8, 3, 8, 8), torch.randint(10, (8,))) for _ in range(3)],
         }

@@ -126,14 +126,15 @@ class NetworkComponents:
 
 
 def require_network(config: RunConfig) -> None:
-    """Build the run's network, and try it on random images like those of its data.
+    """Build the run's network, and try it on random images like those of its data, on the CPU.
 
     Errors of the network are thus reported before the data is loaded.
     """
     entry = CATALOGUE[config.problem.data]
     pixels = np.random.default_rng(0).integers(0, 256, (2, *entry.shape), dtype=np.uint8)
     split = Split(pixels, np.zeros(2, np.int64))
-    NetworkComponents(config, Dataset(split, split, entry.name, entry.classes, "", False))
+    data = Dataset(split, split, entry.name, entry.classes, "", False)
+    NetworkComponents(config.with_options(device="cpu"), data)
 
 
 class RunComponents(NetworkComponents):
