@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow coverage lint types check bench profile docs clean
+.PHONY: demo test test-slow coverage lint types check bench profile docs matrix vendor clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kfc demo
@@ -44,8 +44,21 @@ profile: $(VENV)/.dev
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
+# The tests with other versions of Python and torch: make matrix PAIRS="3.11:2.13.0 3.12:2.13.0".
+# Only CPU builds of torch are installed, for which pip needs a source.
+PAIRS ?= 3.11:2.13.0
+matrix:
+	$(PYTHON) tests/matrix.py $(PAIRS)
+
+# Replace the plotting library of the pages by another version from npm: make vendor PLOTLY=4.1.1
+vendor:
+	npm pack --silent plotly.js-cartesian-dist-min@$(PLOTLY)
+	tar -xOzf plotly.js-cartesian-dist-min-$(PLOTLY).tgz package/plotly-cartesian.min.js \
+		| gzip -9n > src/kfc/lab/report/vendor/plotly-cartesian.min.js.gz
+	rm plotly.js-cartesian-dist-min-$(PLOTLY).tgz
+
 clean:
-	rm -rf $(VENV) .venv-slow benchmarks/.venv runs site
+	rm -rf $(VENV) .venv-slow .venv-matrix benchmarks/.venv runs site
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

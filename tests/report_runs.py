@@ -116,9 +116,10 @@ def step_seconds(optimizer: str) -> dict:
 
 
 def diagnostics(update: int) -> dict:
+    balance = 2.0 + update / 1000
     layers = {
         layer: {
-            "pi": [1.0 + index, 3.0 + index, 5.0 + index] if index == 1 else 2.0 + index,
+            "pi": [balance + part for part in (0, 2, 4)] if index == 1 else balance + index,
             "activation_trace": 100 * (index + 1) * (1 + update / 400),
             "derivative_trace": 0.1 * math.exp(-update / 200) / (index + 1),
             "damping": 1e-3,

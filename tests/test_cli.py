@@ -8,6 +8,8 @@ import pytest
 
 import kfc as package
 from commands import assert_clear_error, kfc, kfc_anew, kfc_here
+from kfc.lab.cli.screen import RunDisplay, progress_bars
+from kfc.lab.config import make_config
 from kfc.lab.runs import read_record
 
 SMALL = ("--data", "digits", "--epochs", "1", "--threads", "1")
@@ -62,8 +64,72 @@ def test_completion_can_be_shown():
 
 
 def test_unknown_commands_and_options():
-    assert_clear_error(kfc("trian"), 2, "No such command")
-    assert_clear_error(kfc_here("train", "--rate", "3"), 2, "No such option")
+    similar = "Error: no such command 'trian'. Did you mean 'train'?"
+    assert_clear_error(kfc("trian"), 2, similar, "kfc --help")
+    assert_clear_error(kfc_here("train", "--rate", "3"), 2, "Error: no such option", "train --help")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "train --data cifra10",
+            "data must be one of digits,; got 'cifra10'; did you mean 'cifar10'?",
+        ),
+        (
+            "train --data digits --net Digit",
+            "net must be one of; got 'Digit'; did you mean 'digits'?",
+        ),
+        ("train --data digits --optimizer kfca", "; got 'kfca'; did you mean 'kfc'?"),
+        ("train --data digits --optimizer lion", "; got 'lion'"),
+        ("train --data digits --curvature ekfca", "; got 'ekfca'; did you mean 'ekfac'?"),
+        ("compare figure-3", "the preset must be one of; did you mean 'figure3-cifar10'?"),
+        ("compare suite --methods adamv", "; got 'adamv'; did you mean 'AdamW'?"),
+        ("data get cifar", "Error: the data set must be one of; did you mean 'cifar10'?"),
+        ("plan resnt20", "net must be one of; did you mean 'resnet20'?"),
+        ("inspect --data digits --net digit", "net must be one of; did you mean 'digits'?"),
+        ("train --data digits --time 3days", "Error: --time must be a positive duration"),
+        ("report", "Error: missing argument"),
+    ],
+)
+def test_errors_have_one_style_and_suggest_similar_names(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    done = kfc_here(*arguments.split())
+    assert_clear_error(done, 2, *filter(None, message.split(";")))
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line]
+    assert len(lines) == 1, "no usage, no box, no progress bar"
+    assert lines[0].startswith("Error: ")
+    assert ("did you mean" in lines[0]) == ("did you mean" in message)
+
+
+def test_a_wrong_network_is_reported_before_the_data_is_loaded(tmp_path, monkeypatch):
+    """The data folder is empty, so that loading would fail."""
+    (tmp_path / "misfit2.py").write_text("from torch import nn\ndef net(): return nn.Flatten()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")  # no npm
+    for net, words in (
+        ("misfit2:net", "it returned (2, 3072)"),
+        ("nowhere:net", "could not be imported"),
+        ("autoencoder", "28x28 pixels"),
+    ):
+        for command in (["train"], ["inspect"]):
+            given = [*command, "--data", "cifar10", "--net", net, "--data-dir", tmp_path]
+            assert_clear_error(kfc_here(*given), 2, words)
+    (tmp_path / "mine.toml").write_text(
+        'title = "Mine"\n[settings]\ndata = "cifar10"\n'
+        '[methods.SGD]\noptimizer = "sgd"\nnet = "misfit2:net"\n'
+    )
+    done = kfc_here("compare", "mine.toml", "--data-dir", tmp_path)
+    assert_clear_error(done, 2, "method SGD: ", "it returned (2, 3072)")
+
+
+def test_the_command_without_its_extra_says_how_to_install_it():
+    """As if typer were not installed."""
+    program = "import sys; sys.modules['typer'] = None; from kfc.__main__ import main; main()"
+    done = kfc_anew(program=program)
+    words = "needs the package typer", 'pip install "kfc-torch[experiments]"'
+    assert_clear_error(done, 1, *words)
+    assert done.stderr.startswith("Error: ")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +140,7 @@ def test_unknown_commands_and_options():
         (["compare", "--resume", "nowhere"], 1, "not the folder of a comparison"),
         (["report", "nowhere"], 1, "is not a run"),
         (["bench", "now"], 2, "unexpected extra argument"),
-        (["data", "fetch"], 2, "No such command"),
+        (["data", "fetch"], 2, "no such command"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -97,6 +163,37 @@ def test_train_leaves_a_complete_folder(run):
     assert (path / "checkpoint.pt").exists()
     header = json.loads((path / "config.json").read_text())
     assert header["data_digest"]
+
+
+def test_an_evaluation_is_shown_with_its_parameters_and_splits(run):
+    """Every number says of which parameters, which split and which update it is."""
+    path, done = run
+    lines = [line for line in done.stdout.splitlines() if line.startswith("epoch ")]
+    first, last = read_record(path).evaluations
+    shown = [f"train loss {row['train_loss']:.4g} " for row in (first, last)]
+    assert re.match(rf"epoch 0, update 0, .*: initial parameters: {re.escape(shown[0])}", lines[0])
+    assert "averaged" not in lines[0]
+    assert lines[1].startswith("epoch 1, update 22, ")
+    assert f": averaged parameters: train loss {last['averaged_train_loss']:.4g} " in lines[1]
+    assert f"; raw parameters: {shown[1]}" in lines[1]
+    assert f", test loss {last['test_loss']:.4g} error {last['test_error']:.2f}%" in lines[1]
+
+
+def test_the_progress_bar_says_to_which_update_an_error_belongs():
+    progress = progress_bars(hidden=True)
+    display = RunDisplay(progress, "kfc", make_config(data="digits", epochs=2))
+    place = {"epoch": 0.0, "update": 0, "seconds": 0.0}
+    keys = [f"{kind}{split}" for kind in ("averaged_", "") for split in ("train_", "test_")]
+    measures = {f"{key}{what}": 88.97 for key in keys for what in ("loss", "error")}
+    now = {"kind": "progress", "loss": 1.234, "images_per_second": 512.3, "fisher_norm": 0.25}
+    display({"kind": "evaluation", **place, **measures})
+    display({**place, **now, "update": 10})
+    expected = "update 10: batch loss 1.23 (raw), ν 0.25, 512 images/s"
+    assert progress.tasks[0].fields["state"] == expected
+    display({"kind": "evaluation", **place, **measures, "update": 12, "averaged_test_error": 42.0})
+    display({**place, **now, "update": 20})
+    state = progress.tasks[0].fields["state"]
+    assert state == expected.replace("10", "20") + ", test error 42.00% (averaged, update 12)"
 
 
 def test_train_imports_a_network_of_the_user(tmp_path):
@@ -165,11 +262,11 @@ def test_divergence_has_its_own_exit_code_and_a_diagnosis(tmp_path):
         ([], 2, "data must be given"),
         (["--data", "imagenet"], 2, "data must be one of"),
         (["--data", "digits", "--optimizer", "lion"], 2, "optimizer must be one of"),
-        (["--data", "digits", "--net", "lenet"], 2, "no network 'lenet'"),
+        (["--data", "digits", "--net", "lenet"], 2, "net must be one of"),
         (["--data", "digits", "--net", "cuda-convnet"], 2, "32x32"),
         (["--data", "digits", "--net", "nowhere:net"], 2, "could not be imported"),
-        (["--data", "digits", "--init", "paper"], 2, "no initialisation 'paper'"),
-        (["--data", "digits", "--lr", "fast"], 2, "Invalid value for"),
+        (["--data", "digits", "--init", "paper"], 2, "init of digits must be one of kaiming"),
+        (["--data", "digits", "--lr", "fast"], 2, "--lr: "),
         (["--data", "digits", "--lr", "0"], 2, "lr must be"),
         (
             ["--data", "digits", "--optimizer", "sgd", "--damping", "1"],
@@ -193,7 +290,8 @@ def test_divergence_has_its_own_exit_code_and_a_diagnosis(tmp_path):
         (["--data", "digits", "--fisher", "guess"], 2, "fisher"),
         (["--data", "digits", "--curvature", "guess"], 2, "curvature must be one of"),
         (["--data", "digits", "--out", "/proc/nowhere/run"], 1, "cannot be written"),
-        (["--data", "mnist", "--data-dir", "/proc/nowhere"], 1, "mnist"),
+        (["--data", "mnist", "--data-dir", "typo"], 1, "typo does not exist; correct --data-dir"),
+        (["--data", "mnist", "--data-dir", "/proc/nowhere", "--create"], 1, "cannot be created"),
         (["--resume", "nowhere"], 1, "is not a run"),
         (["--resume", "nowhere", "--lr", "0.1"], 2, "keeps its settings, so --lr"),
     ],
@@ -241,13 +339,13 @@ def test_report_writes_a_page(run, tmp_path):
 
 def test_wrong_arguments_of_report(run, tmp_path):
     path, _ = run
-    assert_clear_error(kfc("report"), 2, "Missing argument")
+    assert_clear_error(kfc("report"), 2, "missing argument")
     for arguments, code, words in [
         ([tmp_path], 1, "is not a run"),
         ([path, "-o", tmp_path], 2, "is a folder"),
         ([path, "-o", "/proc/nowhere/page.html"], 1, "could not be written"),
-        ([path, "--baseline", "nobody"], 2, "no run is named"),
-        ([path, "--train-error", "low"], 2, "Invalid value for"),
+        ([path, "--baseline", "nobody"], 2, "baseline must be one of"),
+        ([path, "--train-error", "low"], 2, "--train-error: "),
     ]:
         assert_clear_error(kfc_here("report", *arguments), code, words)
 

@@ -76,6 +76,18 @@ def test_there_is_a_preset_for_every_figure():
     )
 
 
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("name", ["figure3-cifar10", "figure3-svhn", "figure4", "figure5"])
+def test_the_figures_of_the_paper_keep_its_settings(name, quick):
+    """Averages from the first parameters on; for CIFAR-10, the initial weights of cuda-convnet."""
+    comparison = read_comparison(name, quick=quick, overrides={})
+    for config in (config for configs in comparison.candidates().values() for config in configs):
+        assert config.records.averaging_fraction == 1
+        problem = config.problem
+        expected = ("paper", "centred") if problem.data == "cifar10" else ("kaiming", "normalised")
+        assert (problem.init, problem.inputs) == expected
+
+
 def test_overrides_replace_the_options_of_a_preset():
     comparison = read_comparison("demo", quick=False, overrides={"epochs": 2.0, "seed": 7})
     for configs in comparison.candidates().values():
@@ -86,12 +98,12 @@ def test_overrides_replace_the_options_of_a_preset():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"typo": 1}, "unknown: typo"),
+        ({"typo": 1}, "every key must be one of .*; got 'typo'"),
         ({"methods": {}}, "needs methods"),
         ({"methods": {"SGD": 3}}, "must be tables"),
         ({"methods": {"SGD": {"optimizer": "sgd", "lr": []}}}, "empty list"),
         ({"methods": {"SGD": {"optimizer": "sgd", "damping": 1}}}, "method SGD: damping"),
-        ({"baseline": "Adam"}, "no method 'Adam'"),
+        ({"baseline": "Adam"}, "baseline must be one of SGD, KFC; got 'Adam'"),
         ({"slice_seconds": 0}, "slice_seconds"),
         ({"train_errors": [120]}, "every goal in train_errors"),
         ({"train_errors": 6}, "must be a list of numbers"),
@@ -306,7 +318,9 @@ def test_wrong_arguments_of_compare(tmp_path, monkeypatch):
     (tmp_path / "wrong.toml").write_text(TOML.replace("128", "5000"))
     (tmp_path / "quick.toml").write_text("quick = 5\n" + TOML)
     (tmp_path / "there").mkdir()
-    assert_clear_error(kfc("compare", "figure9", cwd=tmp_path), 2, "no preset 'figure9'")
+    assert_clear_error(
+        kfc("compare", "figure9", cwd=tmp_path), 2, "the preset must be one of", "got 'figure9'"
+    )
     for arguments, code, words in [
         ([], 2, "name a preset"),
         (["missing.toml"], 2, "cannot be read"),

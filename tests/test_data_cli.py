@@ -89,6 +89,21 @@ def test_missing_data_is_a_short_message(tmp_path):
     assert located == (0, f"{tmp_path}\n", "")
 
 
+def test_a_folder_is_created_only_on_request(tmp_path):
+    missing = tmp_path / "typo"
+    code, _, errors = outcome(start("get", "cifar10", "--data-dir", missing))
+    assert code == 1
+    assert f"the data folder {missing} does not exist" in errors
+    code, listed, _ = outcome(start("list", "--data-dir", missing))
+    assert code == 0
+    assert f"{missing} (does not exist yet)" in listed
+    assert not missing.exists()
+    code, _, errors = outcome(start("get", "cifar10", "--data-dir", missing, "--create"))
+    assert code == 1
+    assert "cifar10 was not found" in errors, "there is no connection in the tests"
+    assert missing.is_dir()
+
+
 def test_wrong_usage(tmp_path):
     (tmp_path / "file").write_text("")
     commands = (

@@ -30,6 +30,26 @@ def test_snippets_in_the_documents_run(document):
         exec(compile(snippet, f"{document}, snippet {index}", "exec"), names)
 
 
+def test_the_loop_that_replaces_adamw_runs_and_so_does_the_one_before():
+    """The two sides of the comparison in README.md, each as written."""
+    text = (ROOT / "README.md").read_text()
+    difference = re.search(r"```diff\n(.*?)```", text, re.S)[1]
+    for removed in "+-":
+        lines = [line[1:] for line in difference.splitlines() if line[:1] != removed]
+        trained = []
+        names = {
+            "torch": torch,
+            "F": torch.nn.functional,
+            "evaluate": trained.append,
+            "model": torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 10)),
+            "loader": [(torch.randn(8, 3, 8, 8), torch.randint(10, (8,))) for _ in range(3)],
+        }
+        before = names["model"][1].weight.detach().clone()
+        exec("\n".join(lines), names)
+        assert trained == [names["model"]]
+        assert not torch.equal(names["model"][1].weight, before)
+
+
 def test_the_documented_layer_has_the_right_factors():
     """The worked example of docs/layers.md, against the layer's own Jacobian."""
     names: dict = {}

@@ -7,6 +7,7 @@ import signal
 import time
 from dataclasses import replace
 from importlib import import_module
+from statistics import median
 
 import plotly.graph_objects as go
 import pytest
@@ -235,7 +236,7 @@ def test_names_of_layers_are_not_wrapped(own_networks):
         ([], 2, "name either folders of runs, or --net and --data"),
         (["--net", "digits"], 2, "data must be given"),
         (["--data", "imagenet"], 2, "data must be one of"),
-        (["--data", "digits", "--net", "lenet"], 2, "no network 'lenet'"),
+        (["--data", "digits", "--net", "lenet"], 2, "net must be one of"),
         (["--data", "digits", "--layer", "conv9"], 2, "digits has no layer 'conv9'"),
         (["--data", "digits", "--approximation", "magic"], 2, "approximation must be one of"),
         (["--data", "digits", "--examples", "99999"], 2, "examples must be at most 1438"),
@@ -462,7 +463,8 @@ def test_every_figure_is_valid_plotly(figures_of, tmp_path):
     ]
     figures = figures_of(*inspections)
     # Two pictures of two kinds of two layers, three spectra, the errors; each twice.
-    assert len(figures) == 2 * (2 * 2 * 2 + 3 + 1)
+    # The first layer has one input map, so there are no correlations between its maps.
+    assert len(figures) == 2 * (2 * 2 * 2 - 1 + 3 + 1)
     assert len({figure.id for figure in figures}) == len(figures)
     for figure in figures:
         for traces in figure.variants:
@@ -475,6 +477,16 @@ def test_every_figure_is_valid_plotly(figures_of, tmp_path):
     assert tuple(definitions) == ASSUMPTIONS
     assert definitions["WD"].startswith("white derivatives: the mean magnitude of the correlation")
     assert '<td class="fails">fails ' in page
+    verdicts = [page.count(f'<td class="{name}">{name} ') for name in ("holds", "roughly", "fails")]
+    hold, roughly, fail = verdicts
+    assert f"Of the tested assumptions, {hold} hold, {roughly} hold roughly and {fail} fail" in page
+    decreases = [
+        layer.comparison.approximations["kfc"].decrease
+        for one in inspections
+        for layer in one.layers
+        if layer.comparison
+    ]
+    assert f"a step of KFC lowers the loss by {median(decreases):.0%} of what" in page
 
 
 @pytest.mark.parametrize(

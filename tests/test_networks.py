@@ -24,9 +24,9 @@ def made(name: str, *, channels: int = 3, classes: int = 10, init: str | None = 
 def images_for(name: str, examples: int, channels: int = 3) -> torch.Tensor:
     size = max(NETWORKS[name].image_sizes, default=16)
     shape = (examples, channels, size, size)
-    if NETWORKS[name].inputs == "unit":
-        return torch.rand(shape)
-    return (60 if NETWORKS[name].inputs == "centred" else 1) * torch.randn(shape)
+    network = NETWORKS[name]
+    unit = network.inits[network.default_init] == "unit"
+    return torch.rand(shape) if unit else torch.randn(shape)
 
 
 def parameters_of(name: str) -> int:
@@ -258,7 +258,7 @@ def test_kaiming_initialisation(name):
 
 def test_the_first_initialisation_is_the_default():
     for name in ("cuda-convnet", "digits"):
-        named = made(name, init=NETWORKS[name].inits[0]).state_dict()
+        named = made(name, init=next(iter(NETWORKS[name].inits))).state_dict()
         for key, value in made(name).state_dict().items():
             assert torch.equal(value, named[key])
 
@@ -280,7 +280,7 @@ def test_the_registry_describes_its_networks(name):
     parameters = dict(made(name).named_parameters())
     assert set(network.weight_costs) <= set(parameters)
     assert not any(key.endswith("bias") for key in network.weight_costs)
-    assert network.inputs in ("centred", "normalised", "unit")
+    assert set(network.inits.values()) <= {"centred", "normalised", "unit"}
     assert network.task in TASKS
 
 
@@ -365,7 +365,7 @@ def test_a_network_from_a_class_of_an_installed_package():
     assert isinstance(build_own("torch.nn:Identity"), nn.Identity)
 
 
-KNOWN = "known: cuda-convnet, .*, digits, .*, or module:function"
+KNOWN = "one of cuda-convnet, .*, digits, .*, or module:function"
 
 
 @pytest.mark.parametrize(
@@ -393,15 +393,15 @@ def test_own_networks_that_cannot_be_built(own, name, message):
 
 
 def test_own_networks_take_no_initialisation(own):
-    with pytest.raises(NetworkError, match=f"'kaiming' is for .*leave it out; {KNOWN}"):
+    with pytest.raises(NetworkError, match=f"'kaiming' is for .*leave it out; .*{KNOWN}"):
         build_own("my_nets:net", init="kaiming")
 
 
 def test_errors_name_the_problem_and_the_choices():
-    with pytest.raises(NetworkError, match=f"no network 'lenet'; {KNOWN}"):
+    with pytest.raises(NetworkError, match=f"net must be {KNOWN} for your own; got 'lenet'"):
         build_own("lenet")
     for size in ((28, 28), (32, 28)):
         with pytest.raises(NetworkError, match=f"32x32 pixels, .*{size[0]}x{size[1]}; .*{KNOWN}"):
             build("cuda-convnet", image=(3, *size), classes=10, init=None, seed=0)
-    with pytest.raises(NetworkError, match=r"digits has no initialisation 'paper'; .*: kaiming"):
+    with pytest.raises(NetworkError, match="init of digits must be one of kaiming; got 'paper'"):
         made("digits", init="paper")

@@ -16,7 +16,14 @@ from kfc.distributed.options import PLACEMENTS
 from kfc.lab.cli import app
 from kfc.lab.planning.machine import Machine, measure_machine, seconds_of
 from kfc.lab.planning.prediction import Task, predict, predict_all
-from kfc.lab.report.plan import Checked, Plan, plan_rows, summary_rows, write_plan_page
+from kfc.lab.report.plan import (
+    Checked,
+    Plan,
+    plan_rows,
+    plan_verdict,
+    summary_rows,
+    write_plan_page,
+)
 from ranks import run_ranks
 
 MACHINE = Machine(products=1e9, decompositions=5e8, memory=1e10, network=1e9, latency=1e-4, start=1e-6)
@@ -161,6 +168,15 @@ def test_tables_have_a_row_for_every_prediction():
     assert len({len(row) for row in rows}) == 1
     alone = summary_rows(made_up_plan(ranks=(1,)))
     assert [len(row) for row in alone] == [6, 6]
+
+
+def test_the_verdict_is_about_the_most_ranks():
+    plan = made_up_plan()
+    largest = min((p for p in plan.predictions if p.ranks == 1024), key=lambda each: each.step)
+    row = next(row for row in plan_rows(plan) if row[:2] == ("1024", largest.placement))
+    start = f"On 1,024 ranks, a step of KFC is predicted to take {row[2]} ms, {row[4]} times"
+    assert plan_verdict(plan).startswith(start)
+    assert plan_verdict(made_up_plan(ranks=(1,))).startswith("On 1 rank, ")
 
 
 @pytest.fixture(scope="module")

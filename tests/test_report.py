@@ -1,17 +1,36 @@
 """Tests of the tables, numbers and text of reports; test_report_browser.py tests their display."""
 
+import hashlib
 import re
 from dataclasses import replace
+from itertools import combinations
 
 import plotly.graph_objects as go
 import pytest
 
+from kfc.lab.config import make_config
+from kfc.lab.data import load
 from kfc.lab.report.curves import curves_of, learning_rate_points, sensitivity_section
-from kfc.lab.report.diagnostics import cost_by_part, cost_rows, layer_section
+from kfc.lab.report.diagnostics import (
+    clipping_section,
+    cost_by_part,
+    cost_rows,
+    layer_section,
+)
 from kfc.lab.report.figures import LINE_COLOURS, line_style, plain, thinned
 from kfc.lab.report.page import write_page
-from kfc.lab.report.summary import Goals, best_runs, default_goals, goal_rows, summary_rows
+from kfc.lab.report.rendering import plotly_source as plotly_of_pages
+from kfc.lab.report.summary import (
+    Goals,
+    best_runs,
+    default_goals,
+    goal_rows,
+    summary_rows,
+    verdict,
+)
 from kfc.lab.report.tables import compare_values, distinct_labels, number, ratio
+from kfc.lab.runs import read_record
+from kfc.lab.training import Trainer
 from report_runs import make_run
 from written_pages import curve_data_in, figures_in
 
@@ -96,6 +115,8 @@ def test_summary_has_a_column_for_each_run(kfc_run, sgd_run):
     last = sgd_run.evaluations[-1]
     assert cells(rows, "train loss")[1] == f"{last['averaged_train_loss']:.3g}"
     assert cells(rows, "test error")[1] == f"{last['averaged_test_error']:.2f}%"
+    raw = rows[[row[0] for row in rows].index("raw parameters") :]
+    assert cells(raw, "train error")[1] == f"{last['train_error']:.2f}%"
     assert cells(rows, "ended") == ("all epochs done", "all epochs done")
 
 
@@ -109,7 +130,7 @@ def test_summary_of_runs_without_finite_evaluations(tmp_path, sgd_run):
 
 def test_baseline_is_sgd_or_the_given_name(kfc_run, sgd_run):
     assert cells(summary_rows([kfc_run, sgd_run], "KFC"), "seconds per epoch (x KFC's)")[1]
-    with pytest.raises(ValueError, match="no run is named 'Adam'; there are KFC, SGD"):
+    with pytest.raises(ValueError, match="baseline must be one of KFC, SGD; got 'Adam'"):
         summary_rows([kfc_run, sgd_run], "Adam")
 
 
@@ -137,7 +158,7 @@ def test_goals_count_until_the_error_is_first_reached(kfc_run, sgd_run):
     slow = with_errors(sgd_run, [90, 50, 40, 30, 20, 10, 9, 8, 5.9])
     rows = goal_rows([fast, slow], Goals(train_errors=(6,)))
     assert rows == [
-        ("to reach", "KFC", "SGD"),
+        ("to reach, averaged", "KFC", "SGD"),
         ("6% training error", "", ""),
         ("seconds", "40 (0.8x)", "32"),
         ("epochs", "2 (4.0x)", "8"),
@@ -276,17 +297,38 @@ def test_labels_of_runs_with_the_same_name_differ(kfc_run, sgd_run):
 # Styles and figures
 
 
-def test_line_colours_have_contrast_to_white():
-    def luminance(colour):
-        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+def linear_channels(colour):
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
 
-    assert all(1.05 / (luminance(colour) + 0.05) >= 3 for colour in LINE_COLOURS)
+
+def xyz(colour):
+    """Return CIE XYZ relative to the white D65."""
+    r, g, b = linear_channels(colour)
+    return (
+        (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505,
+        0.2126 * r + 0.7152 * g + 0.0722 * b,
+        (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.089,
+    )
+
+
+def lab(colour):
+    """Return CIE L*a*b*, in which a distance of about 2 is just noticeable."""
+    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in xyz(colour))
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def test_line_colours_have_contrast_to_white():
+    assert all(1.05 / (xyz(colour)[1] + 0.05) >= 3 for colour in LINE_COLOURS)
+
+
+def test_line_colours_are_distinct():
+    for one, other in combinations(map(lab, LINE_COLOURS), 2):
+        assert sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) ** 0.5 > 20
 
 
 def test_many_lines_have_different_styles():
-    assert len({line_style(index) for index in range(210)}) == 210
+    assert len({line_style(index) for index in range(385)}) == 385
 
 
 def test_every_figure_is_valid_plotly(tmp_path, kfc_run, sgd_run):
@@ -303,7 +345,7 @@ def test_every_figure_is_valid_plotly(tmp_path, kfc_run, sgd_run):
 def test_a_grouped_convolution_is_shown_by_the_median_of_its_groups(kfc_run):
     figure = layer_section([kfc_run])["figures"][0]
     line = next(trace for trace in figure.variants[0] if trace["name"] == "features.3")
-    assert set(line["y"]) == {4.0}
+    assert line["y"] == pytest.approx([4 + update / 1000 for update in line["x"]])
 
 
 def test_long_series_are_thinned_and_keep_their_ends():
@@ -374,3 +416,82 @@ def test_curves_keep_missing_values_and_share_the_style_of_their_name(tmp_path, 
     assert data[1]["averaged"]["train_loss"][1:] == [None, None]
     for style in ("line", "marker"):
         assert data[1][style] == data[2][style] != data[0][style]
+
+
+# The verdict
+
+
+def test_the_verdict_names_the_fastest_run_and_the_one_with_fewest_updates(kfc_run, sgd_run):
+    """SGD evaluates every 4 seconds, KFC every 20; both every 40 updates."""
+    kfc = with_errors(kfc_run, [90, 50, 6])
+    sgd = with_errors(sgd_run, [90, 60, 50, 40, 30, 6])
+    goals = Goals(train_errors=(50, 6, 1), test_errors=(0.001,))
+    first = "SGD is the first to reach 6% training error, after 20 s; "
+    assert verdict([kfc, sgd], goals) == f"{first}KFC needs the fewest updates, 80 instead of 200."
+    behind = "SGD is the first to reach 6% training error, after 20 s (KFC takes 2.0 times as long)"
+    assert verdict([kfc, sgd], goals, "KFC").startswith(behind)
+    slow = with_errors(sgd_run, [90, 60, 50])
+    assert verdict([kfc, slow], Goals((6,))) == (
+        "KFC is the first to reach 6% training error, after 40 s (SGD does not in 8 s)."
+    )
+
+
+def test_the_verdict_without_goals(tmp_path, kfc_run, sgd_run):
+    last = kfc_run.evaluations[-1]
+    errors = f"{last['averaged_train_error']:.2f}% training and "
+    errors += f"{last['averaged_test_error']:.2f}% test error (averaged parameters)"
+    end = "after 440 updates and 220 s"
+    assert verdict([kfc_run], Goals((6,))) == f"KFC has {errors} {end}."
+    assert verdict([sgd_run, kfc_run], Goals()) == (
+        f"KFC has the lowest training loss, with {errors} {end}."
+    )
+    lost = make_run(tmp_path / "lost", "Lost", evaluations=3, end="diverged")
+    assert verdict([kfc_run, lost], Goals()).endswith("; Lost diverged.")
+    assert verdict([lost], Goals()) == "All runs diverged."
+    fresh = make_run(tmp_path / "fresh", evaluations=0, end=None)
+    assert verdict([fresh], Goals()) == "No run has been evaluated yet."
+
+
+def test_the_page_begins_with_the_verdict_and_is_small(tmp_path, kfc_run, sgd_run):
+    text = written(tmp_path, [kfc_run, sgd_run], title="Two")
+    sentence = verdict([kfc_run, sgd_run], default_goals([kfc_run, sgd_run]))
+    assert f'</h1>\n<p class="verdict">{sentence}</p>' in text
+    assert len(text.encode()) < 2_000_000
+
+
+# Figures that are left out
+
+
+def test_figures_that_never_change_are_left_out(tmp_path, kfc_run):
+    rows = [{**row, "clip_factor": 1.0} for row in kfc_run.progress]
+    unclipped = replace(kfc_run, progress=rows)
+    section = clipping_section([unclipped])
+    assert [figure.id for figure in section["figures"]] == ["fisher-norm"]
+    assert section["constants"] == {"clip-factor": "1"}
+    assert "Clip factor: always 1." in written(tmp_path, [unclipped], title="Unclipped")
+    section = clipping_section([kfc_run])
+    assert [figure.id for figure in section["figures"]] == ["fisher-norm", "clip-factor"]
+
+
+def test_layers_are_shown_with_their_kind(tmp_path, digits_record):
+    assert [text for _, text in layer_section([digits_record])["legend"]] == [
+        *("0: Conv2d 1→16", "3: Conv2d 16→32", "7: Linear 128→10")
+    ]
+
+
+@pytest.fixture(scope="module")
+def digits_record(tmp_path_factory):
+    path = tmp_path_factory.mktemp("digits") / "run"
+    config = make_config(data="digits", updates=1, threads=1, estimate_factors=0)
+    trainer = Trainer.start(path, config, load("digits"), name="digits")
+    trainer.advance()
+    trainer.close()
+    return read_record(path)
+
+
+def test_the_plotting_library_is_the_published_file():
+    """``make vendor`` fetches it from npm: plotly.js-cartesian-dist-min 4.1.1."""
+    source = plotly_of_pages()
+    assert source.startswith("/**\n* plotly.js (cartesian - minified) v4.1.1\n")
+    digest = hashlib.sha256(source.encode()).hexdigest()
+    assert digest == "79542150855a52c567260e3137095dbe2b744e6d702a5cabe67da246942fba7a"

@@ -419,7 +419,11 @@ def test_results_are_valid_json(results):
 
 def test_the_page_has_profiles_curves_and_tables(results, tmp_path):
     write_suite_page(tmp_path / "page.html", results)
+    scores = score_rows(results, results.rulesets[0])[1:]
     page = (tmp_path / "page.html").read_text()
+    best, score, _, firsts, _ = scores[0]
+    assert f"Untuned, {best} has the best score ({float(score):.2f})" in page
+    assert f"fastest on {firsts} of 2 workloads" in page
     figures = {figure.id: figure for figure in figures_in(page)}
     assert set(figures) == {
         *("profile-untuned", "curve-untuned-digits", "curve-untuned-cifar10"),
@@ -440,10 +444,10 @@ def test_wrong_arguments_of_the_suite(tmp_path, monkeypatch):
     (tmp_path / "there").mkdir()
     few = ["--workloads", "digits", "--methods", "SGD"]
     for arguments, code, words in [
-        (["--workloads", "cifar11"], 2, "choose from digits, cifar10"),
-        (["--methods", "sgd"], 2, "choose from SGD, AdamW"),
-        (["--methods", ","], 2, "choose from"),
-        (["--ruleset", "none"], 2, "choose from untuned, tuned, both"),
+        (["--workloads", "cifar11"], 2, "must be one of digits, cifar10"),
+        (["--methods", "sgd"], 2, "must be one of SGD, AdamW"),
+        (["--methods", ","], 2, "must be one of"),
+        (["--ruleset", "none"], 2, "must be one of untuned, tuned, both"),
         ([*few, "--hours", "-1"], 2, "must be a positive number"),
         ([*few, "--hours", "0"], 2, "must be a positive number"),
         ([*few, "--limit-factor", "nan"], 2, "must be a positive number"),
@@ -451,7 +455,7 @@ def test_wrong_arguments_of_the_suite(tmp_path, monkeypatch):
         ([*few, "--out", "there"], 1, "never overwritten"),
         (["--resume", "there"], 1, "not the folder of a suite"),
         (["--resume", "there", "--seeds", "2"], 2, "only --hours can be changed"),
-        (["--quick", "--workloads", "cifar10"], 2, "choose from digits"),
+        (["--quick", "--workloads", "cifar10"], 2, "must be one of digits"),
     ]:
         assert_clear_error(kfc_here("compare", "suite", *arguments), code, words)
     assert_clear_error(kfc_here("compare", "--quick", "suite"), 2, "kfc compare suite --quick")

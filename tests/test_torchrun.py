@@ -509,7 +509,7 @@ def test_usage_errors_end_all_ranks_with_one_message(job, tmp_path, arguments, c
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("train", "--rate", "3"), "No such option"),
+        (("train", "--rate", "3"), "no such option"),
         (("train", "--data", "digits", "--timeout", "0"), "must be a positive duration"),
         (("demo",), "kfc demo runs in one process"),
         (("inspect", "run"), "only kfc train works with torchrun"),

@@ -45,9 +45,11 @@ def run(path, data, **settings):
 def test_defaults_come_from_network_and_optimizer():
     config = make_config(data="cifar10")
     problem, method = config.problem, config.method
-    assert (problem.net, problem.init, problem.inputs) == ("cuda-convnet", "paper", "centred")
+    assert (problem.net, problem.init, problem.inputs) == ("cuda-convnet", "kaiming", "normalised")
     assert (method.optimizer, method.lr, problem.batch_size) == ("kfc", 3e-3, 512)
-    assert make_config(data="cifar10", init="kaiming").problem.inputs == "normalised"
+    assert make_config(data="cifar10", init="paper").problem.inputs == "centred"
+    assert make_config(data="mnist", net="autoencoder").problem.inputs == "unit"
+    assert make_config(data="cifar10", net="mynets:small").problem.inputs == "normalised"
     assert make_config(data="cifar10", optimizer="sgd").problem.batch_size == 128
     assert config.length.epochs == 10
     assert make_config(data="cifar10", updates=5).length.epochs is None
@@ -73,7 +75,7 @@ def test_a_run_folder_may_lack_an_option_that_was_added_later(digits, tmp_path):
             "damping has no effect with the optimizer sgd",
         ),
         ({"data": "digits", "optimizer": "lion"}, "optimizer must be one of"),
-        ({"data": "digits", "typo": 1}, "unknown options: typo"),
+        ({"data": "digits", "typo": 1}, "every option must be one of .* got 'typo'"),
         ({"data": "digits", "lr": -1.0}, "lr must be"),
         ({"data": "digits", "lr": float("nan")}, "lr must be"),
         ({"data": "digits", "batch_size": 2.5}, "batch_size must be a whole number"),
@@ -169,25 +171,43 @@ def test_the_matrix_of_a_weight_is_a_view():
 # Averages and evaluation
 
 
-def test_averages_are_the_mean_at_first_and_exponential_later():
+@pytest.mark.parametrize("fraction", [1.0, 0.125])
+def test_averages_are_a_mean_at_first_and_exponential_later(fraction):
     model = torch.nn.Linear(1, 1, bias=False).double()
-    averages = Averages(model, timescale=10.0)
+    averages = Averages(model, 10.0, fraction)
     values = [model.weight.item()]
     expected = values[0]
-    for count in range(1, 40):
+    for count in range(1, 100):
         with torch.no_grad():
             model.weight.copy_(torch.randn(1, 1))
         values.append(model.weight.item())
         averages.update(count)
-        weight = -math.expm1(-1 / min(10.0, count + 0.5))
+        weight = -math.expm1(-1 / min(10.0, fraction * count + 0.5))
         expected += weight * (values[-1] - expected)
         average = averages.state_dict()["weight"].item()
         assert average == pytest.approx(expected)
-        if count == 9:
+        if count == 9 and fraction == 1:
             assert average == pytest.approx(sum(values) / len(values), abs=0.05)
     with averages.swapped_in():
         assert model.weight.item() == average
     assert model.weight.item() == values[-1]
+
+
+def test_averages_forget_the_initial_parameters():
+    """The weight of θ₀ after k updates is about 1/k with a fraction of 1, and k⁻⁸ with 1/8."""
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    torch.nn.init.ones_(model.weight)
+    remaining = {}
+    for fraction in (1.0, 0.125):
+        averages = Averages(model, 1000.0, fraction)
+        with torch.no_grad():
+            model.weight.zero_()
+        for count in range(1, 101):
+            averages.update(count)
+        remaining[fraction] = averages.state_dict()["weight"].item()
+        torch.nn.init.ones_(model.weight)
+    assert remaining[1.0] == pytest.approx(1 / 101, rel=0.1)
+    assert remaining[0.125] < 1e-9
 
 
 def test_averages_cover_running_statistics():

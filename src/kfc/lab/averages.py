@@ -18,22 +18,27 @@ from kfc.optimizers.averaging import (
 
 
 class Averages:
-    """The mean of all iterates at first, later an exponential average of timescale τ.
+    """The mean of the latest iterates at first, later an exponential average of timescale τ.
 
-    The running statistics of batch normalisation are averaged like parameters. τ is in updates.
+    The running statistics of batch normalisation are averaged like parameters.
+
+    Args:
+        timescale: τ in updates.
+        fraction: the timescale divided by the number of updates so far, until that is τ. With 1,
+            the average is at first the plain mean of all iterates, with θ₀.
     """
 
-    def __init__(self, model: nn.Module, timescale: float) -> None:
+    def __init__(self, model: nn.Module, timescale: float, fraction: float = 1.0) -> None:
         self._buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
         self._tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **self._buffers}
-        self._timescale = timescale
+        self._timescale, self._fraction = timescale, fraction
         self._state: dict[Tensor, dict[str, Any]] = {t: {} for t in self._tensors.values()}
         start_averages_(self._tensors.values(), self._state)
 
     def update(self, count: int) -> None:
         """Include the parameters after update ``count``, 1 for the first."""
-        # exp(-1 / (k + 1/2)) is k / (k + 1) up to terms of third order: the plain mean.
-        timescale = min(self._timescale, count + 0.5)
+        # With f = 1, exp(-1 / (k + 1/2)) is k / (k + 1) up to terms of third order: the plain mean.
+        timescale = min(self._timescale, self._fraction * count + 0.5)
         update_averages_(self._tensors.values(), self._state, timescale, None)
 
     def swapped_in(self) -> AbstractContextManager[None]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from kfc.lab.averages import Averages
 from kfc.lab.config import PAPER, ConfigError, RunConfig
 from kfc.lab.data import Batches, Dataset, Inputs, Split
 from kfc.lab.data.batches import part_of
+from kfc.lab.data.catalogue import CATALOGUE
 from kfc.lab.method import Setup
 from kfc.lab.networks import NETWORKS, build
 from kfc.lab.optimizers import optimizer_options
@@ -123,6 +125,18 @@ class NetworkComponents:
             )
 
 
+def require_network(config: RunConfig) -> None:
+    """Build the run's network, and try it on random images like those of its data, on the CPU.
+
+    Errors of the network are thus reported before the data is loaded.
+    """
+    entry = CATALOGUE[config.problem.data]
+    pixels = np.random.default_rng(0).integers(0, 256, (2, *entry.shape), dtype=np.uint8)
+    split = Split(pixels, np.zeros(2, np.int64))
+    data = Dataset(split, split, entry.name, entry.classes, "", False)
+    NetworkComponents(config.with_options(device="cpu"), data)
+
+
 class RunComponents(NetworkComponents):
     """All components of a run.
 
@@ -161,7 +175,7 @@ class RunComponents(NetworkComponents):
             self.optimizer = options.make(self.model, setup)
         with explained_collectives(ranks):
             self.replica = Replica(self.model, ranks, self.device)
-        self.averages = Averages(self.model, timescale)
+        self.averages = Averages(self.model, timescale, config.records.averaging_fraction)
         self.first_image, _ = self.examples(data.train, 1)
         self._evaluated = {
             "train": (data.train, min(self.batches.examples, config.records.evaluation_examples)),

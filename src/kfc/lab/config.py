@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
-from kfc.lab.networks import NETWORKS
+from kfc.lab.networks import NETWORKS, require_known
 from kfc.lab.optimizers import OPTIMIZERS, all_optimizer_options, optimizer_options
 from kfc.lab.options import (
     ConfigError,
     check_options,
+    config_errors,
     duration,
     flat,
     from_flat,
+    not_one_of,
     number_or,
     option,
     options_of,
@@ -63,13 +65,14 @@ class Problem:
     data: str = _data(None, f"One of {', '.join(DEFAULT_NETS)}", choices=tuple(DEFAULT_NETS))
     net: str = _data(None, f"{', '.join(NETWORKS)}; or your own network as module:function")
     init: str | None = _data(
-        None, "Initial weights: paper, kaiming or glorot; the default depends on the network"
+        None,
+        "Initial weights: kaiming (glorot for autoencoders), or paper for those of cuda-convnet",
     )
     inputs: str = _data(
         None,
-        "Pixels: centred (minus the mean image), normalised (also to unit variance) or unit (from "
-        "0 to 1); the default depends on the network",
-        choices=("centred", "normalised", "unit"),
+        "Pixels: normalised (to zero mean and unit variance), centred (minus the mean image) or "
+        "unit (from 0 to 1); the default depends on the initial weights",
+        choices=("normalised", "centred", "unit"),
     )
     batch_size: int = _data(
         None, "Examples per batch, over all processes; the default depends on the optimizer"
@@ -126,6 +129,12 @@ class Records:
     averaging_examples: int | None = _records(
         None, "Timescale of the averaged parameters in examples; by default an epoch, at most 50000"
     )
+    averaging_fraction: float = _records(
+        0.125,
+        "Timescale of the averaged parameters relative to the updates so far, until it is that of "
+        "--averaging-examples; 1 for the mean of all parameters since the initial ones",
+        most=1,
+    )
     evaluation_period: float = _records(1.0, "Epochs between evaluations")
     evaluation_examples: int = _records(
         10_000, "Evaluate on at most the first N examples of each split"
@@ -171,6 +180,8 @@ class RunConfig:
             torch.device(self.machine.device)
         except RuntimeError as error:
             raise ConfigError(f"device: {error}") from error
+        with config_errors():
+            require_known(problem.net)
         network = NETWORKS.get(problem.net)
         if network is not None and network.task == "reconstruction" and problem.inputs != "unit":
             raise ConfigError(
@@ -213,18 +224,18 @@ def make_config(**given: Any) -> RunConfig:
         raise ConfigError(f"data must be given: one of {', '.join(DEFAULT_NETS)}")
     own = {name: given.pop(name) for name in all_optimizer_options() if name in given}
     if unknown := [name for name in given if name not in OPTIONS]:
-        known = ", ".join([*OPTIONS, *sorted(all_optimizer_options())])
-        raise ConfigError(f"unknown options: {', '.join(unknown)}; known are {known}")
+        known = [*OPTIONS, *sorted(all_optimizer_options())]
+        raise ConfigError(not_one_of("every option", unknown[0], known))
     for name, value in given.items():
         OPTIONS[name].check(value)
     options = optimizer_options(given.get("optimizer", Method.optimizer), own)
     net = given.get("net", DEFAULT_NETS[given["data"]])
     network = NETWORKS.get(net)
-    init = given.get("init", network.inits[0] if network else None)
+    init = given.get("init", network.default_init if network else None)
     defaults = {
         "net": net,
         "init": init,
-        "inputs": network.inputs if network and init == network.inits[0] else "normalised",
+        "inputs": network.inits.get(str(init), "normalised") if network else "normalised",
         "lr": options.lr,
         "batch_size": options.batch_size,
         "threads": torch.get_num_threads(),

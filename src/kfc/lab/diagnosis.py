@@ -80,3 +80,13 @@ def _first_bad_layer(model: nn.Module, images: Tensor) -> str | None:
     finally:
         model.train(was_training)
     return found[0] if found else None
+
+
+def described(layer: nn.Module) -> str:
+    """Return the type of a layer and its numbers of inputs and outputs, where it has them."""
+    kind = type(layer).__name__
+    for names in (("in_channels", "out_channels"), ("in_features", "out_features")):
+        if all(hasattr(layer, name) for name in names):
+            inputs, outputs = (getattr(layer, name) for name in names)
+            return f"{kind} {inputs}→{outputs}"
+    return kind

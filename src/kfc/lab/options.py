@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from kfc._helpers import require_choice, require_number, require_whole
+from kfc._helpers import require_number, require_whole
 
 Owner = TypeVar("Owner")
 
@@ -26,6 +27,22 @@ def config_errors(prefix: str = "") -> Iterator[None]:
         yield
     except (ConfigError, ValueError, TypeError) as error:
         raise ConfigError(f"{prefix}{error}") from error
+
+
+def not_one_of(name: str, given: object, known: Iterable[str], otherwise: str = "") -> str:
+    """Return the message for a value that is none of the known ones, with the most similar one.
+
+    Args:
+        otherwise: what else is allowed, such as "or a .toml file".
+    """
+    known = list(known)
+    allowed = ", ".join([*known, *([otherwise] if otherwise else [])])
+    plain = {"".join(filter(str.isalnum, each.lower())): each for each in known}
+    wanted = "".join(filter(str.isalnum, str(given).lower()))
+    longer = [each for each in plain if len(wanted) > 2 and each.startswith(wanted)]
+    similar = longer or get_close_matches(wanted, plain)
+    question = f"; did you mean {plain[similar[0]]!r}?" if similar else ""
+    return f"{name} must be one of {allowed}; got {given!r}{question}"
 
 
 def option(default: Any, help: str, **details: Any) -> Any:
@@ -74,9 +91,9 @@ class Option:
         if (value is None and self.optional) or (self.word is not None and value == self.word):
             return
         with config_errors():
-            if self.choices:
-                require_choice(self.name, value, self.choices)
-            elif self.type is int:
+            if self.choices and value not in self.choices:
+                raise ValueError(not_one_of(self.name, value, self.choices))
+            if self.type is int:
                 require_whole(self.name, value, 1 if self.positive else int(self.low))
             elif self.type is float:
                 require_number(self.name, value, low=self.low, positive=self.positive)

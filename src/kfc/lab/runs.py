@@ -32,7 +32,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from kfc.lab.config import ConfigError, RunConfig, config_from_dict
 from kfc.lab.data import Dataset
 
-FORMAT = 2
+FORMAT = 3
 KINDS = ("estimate", "evaluation", "progress", "end")
 CONFIG, METRICS, CHECKPOINT, LOCK = "config.json", "metrics.jsonl", "checkpoint.pt", ".lock"
 

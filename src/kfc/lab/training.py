@@ -19,7 +19,7 @@ from kfc.lab.components import RunComponents
 from kfc.lab.config import RunConfig
 from kfc.lab.costs import Costs
 from kfc.lab.data import Dataset
-from kfc.lab.diagnosis import diagnose, find_origin
+from kfc.lab.diagnosis import described, diagnose, find_origin
 from kfc.lab.first_estimate import EstimateInterruptedError, FirstEstimate
 from kfc.lab.processes.ranks import Launch, explained_collectives, failing_together, gather_objects
 from kfc.lab.runs import AnyFolder, RemoteFolder, RunFolder, matching_checkpoint, require_data
@@ -340,7 +340,13 @@ class Trainer:
         if not isinstance(optimizer, CurvatureOptimizer):
             return {}
         timing = ("seconds", "total_seconds")
-        return {key: value for key, value in optimizer.diagnostics.items() if key not in timing}
+        found = {key: value for key, value in optimizer.diagnostics.items() if key not in timing}
+        modules = dict(self.components.model.named_modules())
+        layers = {
+            name: {"kind": described(modules[name]), **own} if name in modules else own
+            for name, own in found.get("layers", {}).items()
+        }
+        return {**found, "layers": layers} if layers else found
 
     def _diagnosis(self) -> str:
         """Return the diagnosis of the rank on which the run began to diverge."""

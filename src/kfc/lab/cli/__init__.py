@@ -15,7 +15,7 @@ from kfc.lab.cli.data import data_app
 from kfc.lab.cli.inspect import inspect
 from kfc.lab.cli.plan import plan
 from kfc.lab.cli.report import report
-from kfc.lab.cli.screen import say
+from kfc.lab.cli.screen import print_usage_error, say
 from kfc.lab.cli.suite import compare_suite
 from kfc.lab.cli.train import train
 from kfc.lab.processes.ranks import Launch
@@ -28,7 +28,10 @@ SUITE = "compare suite"
 
 
 class RankZeroGroup(TyperGroup):
-    """A command group that prints usage errors on rank 0 only, and knows a command of two words."""
+    """A command group that prints usage errors in our style, on rank 0 only.
+
+    It knows a command of two words.
+    """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[:2] == SUITE.split():
@@ -36,15 +39,16 @@ class RankZeroGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        if Launch.from_environment().rank == 0:
-            return super().main(*args, **kwargs)
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except Exception as error:
             # Usage errors have an exit code. Newer versions of typer contain a copy of click.
             if not hasattr(error, "exit_code"):
                 raise
-            time.sleep(SECONDS_FOR_MESSAGE_OF_RANK_0)
+            if Launch.from_environment().rank == 0:
+                print_usage_error(error)
+            else:
+                time.sleep(SECONDS_FOR_MESSAGE_OF_RANK_0)
             code = error.exit_code
         sys.exit(code)
 

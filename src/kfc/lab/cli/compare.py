@@ -10,12 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from kfc.lab.cli import screen
-from kfc.lab.cli.options import parameter, with_options
+from kfc.lab.cli.options import Create, DataDir, parameter, with_options
 from kfc.lab.cli.report import publish
 from kfc.lab.comparison import settings
 from kfc.lab.comparison.runner import ComparedRun, ComparisonRunner
+from kfc.lab.components import require_network
 from kfc.lab.config import LIMITS, OPTIONS
 from kfc.lab.data import load
+from kfc.lab.data.loading import create_data_folder
+from kfc.lab.options import config_errors
 from kfc.lab.report.summary import best_runs
 from kfc.lab.training import Row
 
@@ -44,7 +47,8 @@ def compare(
         Path | None,
         typer.Option(help="Continue this comparison; --epochs or --time can make it longer."),
     ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data sets.")] = None,
+    data_dir: DataDir = None,
+    create: Create = False,
     **overrides: Any,
 ) -> None:
     """Train with several optimizers on the same data, from the same weights, in the same order.
@@ -65,6 +69,8 @@ def compare(
       kfc compare --resume runs/mine --time 20m
     """
     with screen.clear_errors():
+        if create:
+            create_data_folder(data_dir)
         if resume is not None:
             given = {name for name, value in overrides.items() if value is not None}
             if what is not None or quick or out is not None or given - set(LIMITS):
@@ -73,11 +79,7 @@ def compare(
                     "changed: --epochs, --time",
                     param_hint="--resume",
                 )
-            comparison = settings.read_specification(resume)
-            longer = settings.with_overrides(comparison, overrides)
-            if longer != comparison:
-                settings.replace_specification(resume, longer)
-            _run(longer, resume, data_dir, new=False)
+            _continue(resume, overrides, data_dir)
         elif what is not None:
             _start(what, quick, overrides, out, data_dir)
         else:
@@ -110,11 +112,23 @@ def _start(
     _run(comparison, out or screen.free_path(Path("runs") / name), data_dir, new=True)
 
 
+def _continue(folder: Path, overrides: Mapping[str, Any], data_dir: Path | None) -> None:
+    comparison = settings.read_specification(folder)
+    longer = settings.with_overrides(comparison, overrides)
+    if longer != comparison:
+        settings.replace_specification(folder, longer)
+    _run(longer, folder, data_dir, new=False)
+
+
 def _run(
     comparison: settings.Comparison, folder: Path, data_dir: Path | None, *, new: bool
 ) -> None:
     """Run to the end and publish the results, or until interrupted."""
-    data = load(next(iter(comparison.candidates().values()))[0].problem.data, data_dir)
+    candidates = comparison.candidates()
+    for method, configs in candidates.items():
+        with config_errors(f"method {method}: "):
+            require_network(configs[0])
+    data = load(next(iter(candidates.values()))[0].problem.data, data_dir)
     displays: dict[ComparedRun, screen.RunDisplay] = {}
     if comparison.introduction:
         screen.say(comparison.introduction)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kfc.lab.cli.options import Create, DataDir
 from kfc.lab.cli.screen import as_table, clear_errors, console, say
 from kfc.lab.data.catalogue import CATALOGUE, NAMES
-from kfc.lab.data.loading import check_entry, data_folder, decoded_already, load, whereabouts
+from kfc.lab.data.loading import (
+    check_entry,
+    create_data_folder,
+    data_folder,
+    decoded_already,
+    load,
+    whereabouts,
+)
+from kfc.lab.options import not_one_of
 
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
@@ -28,7 +36,7 @@ def data() -> None:
 
 def known_name(name: str) -> str:
     if name not in NAMES:
-        raise typer.BadParameter(f"there is no data set {name!r}; there are {', '.join(NAMES)}")
+        raise typer.BadParameter(not_one_of("the data set", name, NAMES))
     return name
 
 
@@ -38,15 +46,6 @@ Name = Annotated[
         help=f"One of {', '.join(NAMES)}.",
         callback=known_name,
         autocompletion=lambda: list(NAMES),
-        show_default=False,
-    ),
-]
-DataDir = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder of raw and decoded data; by default in the user's cache.",
-        envvar="KFC_DATA_DIR",
-        file_okay=False,
         show_default=False,
     ),
 ]
@@ -69,11 +68,11 @@ def list_sets(data_dir: DataDir = None) -> None:
             place, sources = whereabouts(entry, folder), ", ".join(entry.sources)
             rows.append((entry.name, counts, shape, megabytes, place, sources))
         console.print(as_table(rows, compact=True, justify="left"), highlight=False)
-        say(str(folder))
+        say(f"{folder}{'' if folder.is_dir() else ' (does not exist yet)'}")
 
 
 @data_app.command()
-def get(name: Name, data_dir: DataDir = None) -> None:
+def get(name: Name, data_dir: DataDir = None, create: Create = False) -> None:
     """Download a data set if necessary, verify it, and decode it for training.
 
     It is looked for in the data folder, then at its publisher, npm and Debian.
@@ -81,6 +80,8 @@ def get(name: Name, data_dir: DataDir = None) -> None:
     Example: kfc data get cifar10
     """
     with clear_errors():
+        if create:
+            create_data_folder(data_dir)
         dataset = load(name, data_dir)
     counts = f"{len(dataset.train):,} training and {len(dataset.test):,} test examples"
     say(f"{name}: {counts}, sha256 {dataset.digest}")

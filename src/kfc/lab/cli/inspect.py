@@ -15,14 +15,16 @@ import typer
 from rich.markup import escape
 
 from kfc.lab.cli import screen
-from kfc.lab.cli.options import parameter, with_options
+from kfc.lab.cli.options import Create, DataDir, parameter, with_options
 from kfc.lab.cli.report import with_distinct_names
+from kfc.lab.components import require_network
 from kfc.lab.config import OPTIONS, RunConfig, make_config
 from kfc.lab.data import load
+from kfc.lab.data.loading import create_data_folder
 from kfc.lab.inspection.networks import PARAMETERS, InspectedNetwork, inspected_network
 from kfc.lab.inspection.results import FORMAT, PANEL, Inspection, InspectionSettings
 from kfc.lab.inspection.runner import STEPS, inspect_network, selected_layers
-from kfc.lab.options import ConfigError, options_of
+from kfc.lab.options import ConfigError, not_one_of, options_of
 from kfc.lab.report import inspection as report
 from kfc.lab.runs import Record, read_record
 
@@ -59,9 +61,8 @@ def inspect(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of tables, and nothing else.")
     ] = False,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the data sets.", rich_help_panel="Machine")
-    ] = None,
+    data_dir: DataDir = None,
+    create: Create = False,
     **values: Any,
 ) -> None:
     """Test the assumptions of the Fisher approximations, and measure their accuracy.
@@ -83,6 +84,8 @@ def inspect(
     """
     given = {name: value for name, value in values.items() if value not in (None, [])}
     with screen.clear_errors():
+        if create:
+            create_data_folder(data_dir)
         page = out or (None if as_json else PAGE)
         if page is not None and page.is_dir():
             raise typer.BadParameter(f"{page} is a folder; name a file", param_hint="--out")
@@ -122,7 +125,7 @@ def _networks(
         raise typer.BadParameter("--parameters has no effect on an untrained network")
     parameters = parameters or PARAMETERS[0]
     if parameters not in PARAMETERS:
-        raise ConfigError(f"parameters must be one of {', '.join(PARAMETERS)}, got {parameters!r}")
+        raise ConfigError(not_one_of("parameters", parameters, PARAMETERS))
     chosen: list[tuple[RunConfig, Record | None]]
     if runs:
         records = with_distinct_names([[read_record(path)] for path in runs])
@@ -130,6 +133,8 @@ def _networks(
     else:
         configs = [{"net": net} for net in nets] if nets else [{}]
         chosen = [(make_config(**net, **options, seed=settings.seed), None) for net in configs]
+    for config, _ in chosen:
+        require_network(config)
     return [
         inspected_network(
             config, load(config.problem.data, data_dir), settings.examples, record, parameters

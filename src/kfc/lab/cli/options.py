@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, get_origin
 
 import typer
@@ -12,6 +13,17 @@ import typer
 from kfc.lab.options import Option
 
 Command = Callable[..., None]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of raw and decoded data; by default KFC_DATA_DIR, or in the user's cache.",
+        file_okay=False,
+        show_default=False,
+    ),
+]
+Create = Annotated[
+    bool, typer.Option("--create", help="Create the data folder if it does not exist.")
+]
 
 
 def with_options(parameters: Iterable[inspect.Parameter]) -> Callable[[Command], Command]:

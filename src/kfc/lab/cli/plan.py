@@ -13,7 +13,7 @@ import typer
 import kfc
 from kfc.distributed.options import PLACEMENTS, PlacementKind
 from kfc.lab.cli import screen
-from kfc.lab.networks import NetworkError
+from kfc.lab.networks import NetworkError, require_known
 from kfc.lab.planning.check import Subject, measured_step, seconds_of_passes, settled
 from kfc.lab.planning.machine import Machine, measure_machine
 from kfc.lab.planning.prediction import Task, predict, predict_all
@@ -72,6 +72,7 @@ def plan(
     """
     with screen.clear_errors():
         subject = Subject(net, _image(image), classes, batch_size)
+        require_known(net)
         sizes = RANKS if ranks is None else _counts("--ranks", ranks)
         checked = () if check is None else _counts("--check", check)
         for name, value in (("--network", network), ("--latency", latency)):

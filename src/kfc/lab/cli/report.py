@@ -10,6 +10,7 @@ import typer
 
 from kfc.lab.cli.screen import as_table, clear_errors, console, say, writing
 from kfc.lab.comparison.settings import SPECIFICATION, Comparison, read_specification
+from kfc.lab.options import ConfigError, not_one_of
 from kfc.lab.report.page import write_page
 from kfc.lab.report.summary import Goals, best_runs, default_goals, goal_rows, summary_rows
 from kfc.lab.runs import CONFIG, Record, RunError, read_record
@@ -46,10 +47,7 @@ def report(
         records = with_distinct_names([records_in(path) for path in runs])
         names = [record.name for record in records]
         if baseline is not None and baseline not in names:
-            raise typer.BadParameter(
-                f"no run is named {baseline!r}; there are {', '.join(names)}",
-                param_hint="--baseline",
-            )
+            raise ConfigError(not_one_of("baseline", baseline, names))
         folder = next((path for path in runs if (path / SPECIFICATION).exists()), None)
         comparison = read_specification(folder) if folder else None
         goals = Goals(train_error or (), test_error or ())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -19,7 +20,7 @@ from rich.box import HEAVY_HEAD, SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from kfc.distributed.ranks import CollectiveError
 from kfc.lab.config import ConfigError, RunConfig
@@ -83,6 +84,20 @@ def print_error(message: str, rank: int = 0) -> None:
     errors.print(f"[red]Error:[/red] {place}{escape(message)}", soft_wrap=True, highlight=False)
 
 
+def print_usage_error(error: Any) -> None:
+    """Print a usage error of typer in the style of all other errors."""
+    if error.__class__.__name__ == "NoArgsIsHelpError":  # the help is printed already
+        return
+    text = error.format_message()
+    if found := re.fullmatch(r"Invalid value(?: for (.+?))?: (.*)", text, re.DOTALL):
+        hint, message = (found[1] or "").replace("'", ""), found[2]
+        between = " " if message.startswith(("must", "has")) else ": "
+        text = message if not hint or " must be one of " in message else f"{hint}{between}{message}"
+    elif error.ctx is not None:
+        text = f"{text.rstrip('.')} (see {error.ctx.command_path} --help)"
+    print_error(text[:1].lower() + text[1:])
+
+
 @contextmanager
 def writing(page: Path) -> Iterator[None]:
     """Exit with a message if the page cannot be written."""
@@ -136,7 +151,7 @@ def progress_bars(on: Console = console, *, hidden: bool = False) -> Progress:
         BarColumn(bar_width=20),
         TextColumn("{task.percentage:>3.0f}%"),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[state]}"),
+        TextColumn("{task.fields[state]}", table_column=Column(no_wrap=False)),
         console=on,
         disable=hidden,
     )
@@ -145,6 +160,8 @@ def progress_bars(on: Console = console, *, hidden: bool = False) -> Progress:
 class RunDisplay:
     """Shows the rows of a run's metrics as a progress bar and a log of evaluations.
 
+    Every number is shown with the parameters, the split and the update that it belongs to.
+
     Args:
         prefix: text before every line of the log.
     """
@@ -152,11 +169,14 @@ class RunDisplay:
     def __init__(self, progress: Progress, label: str, config: RunConfig, prefix: str = "") -> None:
         self._progress, self._config, self._prefix = progress, config, prefix
         self._label = escape(label)
-        self._task = progress.add_task(self._label, total=1.0, state="")
+        self._task: TaskID | None = None
         self._estimate: TaskID | None = None
-        self._error = ""
+        self._test_error = ""  # of the last evaluation after an update
 
     def __call__(self, row: dict[str, Any]) -> None:
+        # Not before the first row, so that errors of the settings come before any progress bar.
+        if self._task is None:
+            self._task = self._progress.add_task(self._label, total=1.0, state="")
         if row["kind"] == "estimating":
             self._show_estimate(row["done"], row["examples"])
             return
@@ -167,20 +187,17 @@ class RunDisplay:
             size = f"{row['examples']} examples, {row['seconds']:.1f} s"
             say(f"{self._prefix}first estimate of the factors: {size}")
         elif row["kind"] == "evaluation":
-            self._error = f"error {row['averaged_test_error']:.2f}%, "
-            train, test = (
-                f"{split} loss {row[f'averaged_{split}_loss']:.4g} "
-                f"error {row[f'averaged_{split}_error']:.2f}%"
-                for split in ("train", "test")
-            )
-            place = f"epoch {row['epoch']:.4g}, update {row['update']}, {row['seconds']:.1f} s"
-            say(f"{self._prefix}{place}: {train}, {test}")
+            say(f"{self._prefix}{evaluation_text(row)}")
+            if row["update"]:
+                error, update = row["averaged_test_error"], row["update"]
+                self._test_error = f", test error {error:.2f}% (averaged, update {update})"
         elif row["kind"] == "end":
             self._progress.update(self._task, state=row["reason"])
         else:
             norm = row.get("fisher_norm")
-            state = f"loss {row['loss']:.3g}, {self._error}{row['images_per_second']:.0f} images/s"
+            state = f"update {row['update']}: batch loss {row['loss']:.3g} (raw)"
             state += "" if norm is None else f", ν {norm:.2g}"
+            state += f", {row['images_per_second']:.0f} images/s{self._test_error}"
             self._progress.update(self._task, state=state)
         self._progress.update(self._task, completed=self._config.length.fraction_done(row))
 
@@ -192,6 +209,21 @@ class RunDisplay:
             )
         state = f"{done} of {examples} examples"
         self._progress.update(self._estimate, completed=done, state=state)
+
+
+def evaluation_text(row: Mapping[str, Any]) -> str:
+    """Return an evaluation in one line, of the averaged and of the raw parameters."""
+    texts = {
+        kind: ", ".join(
+            f"{split} loss {row[f'{key}{split}_loss']:.4g} error {row[f'{key}{split}_error']:.2f}%"
+            for split in ("train", "test")
+        )
+        for kind, key in (("averaged", "averaged_"), ("raw", ""))
+    }
+    place = f"epoch {row['epoch']:.4g}, update {row['update']}, {row['seconds']:.1f} s"
+    if row["update"] == 0:
+        return f"{place}: initial parameters: {texts['raw']}"
+    return f"{place}: " + "; ".join(f"{kind} parameters: {text}" for kind, text in texts.items())
 
 
 def as_table(

@@ -16,6 +16,9 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID
 
 from kfc.lab.cli import screen
+from kfc.lab.cli.options import Create, DataDir
+from kfc.lab.data.loading import create_data_folder
+from kfc.lab.options import ConfigError, not_one_of
 from kfc.lab.report.suite import failures, notes, score_rows, time_rows, write_suite_page
 from kfc.lab.runs import environment, locked, write_json
 from kfc.lab.suite.benchmark import Benchmark, Round, load_problem
@@ -80,7 +83,8 @@ def compare_suite(
     limit_factor: LimitFactor = None,
     out: Annotated[Path | None, typer.Option(help="Folder; it must not exist.")] = None,
     resume: Resume = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data sets.")] = None,
+    data_dir: DataDir = None,
+    create: Create = False,
 ) -> None:
     """Measure the time that optimizers need to reach given targets on several workloads.
 
@@ -98,6 +102,8 @@ def compare_suite(
       kfc compare suite --resume runs/suite --hours 6
     """
     with screen.clear_errors():
+        if create:
+            create_data_folder(data_dir)
         if resume is not None:
             given = (workloads, methods, ruleset, seeds, trials, threads, limit_factor)
             if quick or out or any(option is not None for option in given):
@@ -215,8 +221,8 @@ def _chosen(option: str, text: str | None, known: Iterable[str]) -> tuple[str, .
     chosen = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     unknown = [name for name in chosen if name not in names]
     if unknown or not chosen:
-        wrong = ", ".join(unknown) or repr(text)
-        raise typer.BadParameter(f"{wrong}: choose from {', '.join(names)}", param_hint=option)
+        wrong = unknown[0] if unknown else text
+        raise ConfigError(not_one_of(f"every name in {option}", wrong, names))
     return chosen
 
 
@@ -234,9 +240,7 @@ def _available(option: str, text: str | None) -> tuple[str, ...]:
 def _rulesets(text: str | None, quick: bool, trials: int | None) -> tuple[str, ...]:
     text = (UNTUNED if quick else BOTH) if text is None else text
     if text not in (*RULESETS, BOTH):
-        raise typer.BadParameter(
-            f"{text!r}: choose from {', '.join(RULESETS)}, {BOTH}", param_hint="--ruleset"
-        )
+        raise ConfigError(not_one_of("--ruleset", text, [*RULESETS, BOTH]))
     if text == UNTUNED and trials is not None:
         raise typer.BadParameter(
             "has no effect without the tuned ruleset; add --ruleset tuned or both",

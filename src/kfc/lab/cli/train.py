@@ -15,9 +15,9 @@ import typer
 
 from kfc.distributed.ranks import Ranks
 from kfc.lab.cli import screen
-from kfc.lab.cli.options import parameter, parser, with_options
+from kfc.lab.cli.options import Create, DataDir, parameter, parser, with_options
+from kfc.lab.components import require_network
 from kfc.lab.config import (
-    DATA,
     LIMITS,
     OPTIMIZER,
     OPTIONS,
@@ -28,6 +28,7 @@ from kfc.lab.config import (
     make_config,
 )
 from kfc.lab.data import load
+from kfc.lab.data.loading import create_data_folder
 from kfc.lab.optimizers import all_optimizer_options
 from kfc.lab.options import duration
 from kfc.lab.processes.ranks import Launch, failing_together, joined
@@ -48,7 +49,6 @@ def train_parameters() -> Iterator[inspect.Parameter]:
                 yield parameter(shared, panel=OPTIMIZER, defaults=defaults)
 
 
-DATA_DIR = typer.Option(help="Folder of the data sets.", rich_help_panel=DATA)
 TIMEOUT = typer.Option(
     help="Longest time that a process may wait for the others under torchrun; by default 5m.",
     parser=parser(duration),
@@ -64,7 +64,8 @@ RESUME = typer.Option(
 
 @with_options(train_parameters())
 def train(
-    data_dir: Annotated[Path | None, DATA_DIR] = None,
+    data_dir: DataDir = None,
+    create: Create = False,
     timeout: Annotated[float | None, TIMEOUT] = None,
     out: Annotated[Path | None, OUT] = None,
     resume: Annotated[Path | None, RESUME] = None,
@@ -96,6 +97,8 @@ def train(
     _require_settings_kept(given, out, resume)
     launch = Launch.from_environment()
     with screen.clear_errors():
+        if create:
+            create_data_folder(data_dir)
         with joined(launch, timeout or DEFAULT_TIMEOUT) as ranks:
             with failing_together(ranks):
                 own = None
@@ -103,6 +106,8 @@ def train(
                     own = _plan_to_continue(resume, _length(given), launch)
                 elif ranks.rank == 0:
                     own = _plan_to_start(make_config(**given), out, launch)
+                if own is not None:
+                    require_network(own.config)
             trainer = _run(_shared(own, ranks), data_dir, launch, ranks)
             code = _print_end(trainer, launch)
         raise typer.Exit(code)

@@ -14,7 +14,7 @@ from typing import Any
 from kfc._helpers import require_number
 from kfc.lab.config import LIMITS, ConfigError, RunConfig, make_config
 from kfc.lab.optimizers import is_installed
-from kfc.lab.options import check_options, config_errors, option
+from kfc.lab.options import check_options, config_errors, not_one_of, option
 from kfc.lab.runs import RunError, clear_disk_errors, create_folder, write_json
 
 SPECIFICATION = "comparison.json"
@@ -69,7 +69,7 @@ class Comparison:
                 with config_errors():
                     require_number(f"every goal in {name}", value, below=below)
         if self.baseline not in (None, *self.methods):
-            raise ConfigError(f"baseline: there is no method {self.baseline!r}")
+            raise ConfigError(not_one_of("baseline", self.baseline, self.methods))
         self.candidates()
 
     def candidates(self) -> dict[str, list[RunConfig]]:
@@ -93,7 +93,7 @@ def make_comparison(content: Mapping[str, Any]) -> Comparison:
     """Return a comparison from the contents of a file."""
     known = [each.name for each in fields(Comparison)]
     if unknown := [key for key in content if key not in known]:
-        raise ConfigError(f"unknown: {', '.join(unknown)}; known are {', '.join(known)}, quick")
+        raise ConfigError(not_one_of("every key", unknown[0], [*known, "quick"]))
     if missing := [key for key in ("title", "settings", "methods") if not content.get(key)]:
         raise ConfigError(f"a comparison needs {', '.join(missing)}")
     return Comparison(**content)
@@ -159,9 +159,7 @@ def _text_of(name: str) -> str:
     if name == "suite":
         raise ConfigError("options of the suite follow its name: kfc compare suite --quick")
     if path.suffix != ".toml" and not path.is_file():
-        raise ConfigError(
-            f"there is no preset {name!r}; name one of {', '.join(preset_names())}, or a .toml file"
-        )
+        raise ConfigError(not_one_of("the preset", name, preset_names(), "or a .toml file"))
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

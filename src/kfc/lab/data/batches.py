@@ -43,7 +43,7 @@ class Inputs:
         # Exact in Python integers, so the result is the same on every machine.
         spread = count * squares - sum(total * total for total in sums.ravel().tolist())
         if spread == 0:
-            raise DataError("The training images are all equal, so they cannot be normalised.")
+            raise DataError("the training images are all equal, so they cannot be normalised")
         divisor = math.sqrt(spread / (count * count * sums.size))
         return cls((sums / count).astype(np.float32), divisor)
 
@@ -52,7 +52,7 @@ class Inputs:
         """Divide by the largest pixel of the training images, so that pixels are 0 to 1."""
         largest = split.images.max()
         if largest == 0:
-            raise DataError("The training images are all black, so they cannot be scaled.")
+            raise DataError("the training images are all black, so they cannot be scaled")
         return cls(np.zeros(split.images.shape[1:], dtype=np.float32), float(largest))
 
     def __call__(self, images: NDArray[np.uint8]) -> Tensor:

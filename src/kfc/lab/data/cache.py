@@ -97,8 +97,8 @@ def write_cache(entry: Entry, folder: Path, raw: Raw, dataset: Dataset) -> None:
             _move_into_place(new, entry, folder)
     except OSError as error:
         raise DataError(
-            f"The decoded data cannot be written to {home}: {error.strerror or error}. "
-            "Free some space, or name another folder with --data-dir or KFC_DATA_DIR."
+            f"the decoded data cannot be written to {home}: {error.strerror or error}; free some "
+            "space, or name another folder with --data-dir or KFC_DATA_DIR"
         ) from error
 
 

@@ -16,8 +16,13 @@ from kfc.lab.data.catalogue import CATALOGUE, Entry
 from kfc.lab.data.datasets import DataError, Dataset, content_digest
 from kfc.lab.data.raw import decode_own, find_raw, verify
 from kfc.lab.data.sources import note_console, obtain
+from kfc.lab.options import not_one_of
 
 ATTEMPTS = 3
+
+
+def default_folder() -> Path:
+    return user_cache_path("kfc") / "data"
 
 
 def data_folder(folder: Path | None = None) -> Path:
@@ -27,24 +32,43 @@ def data_folder(folder: Path | None = None) -> Path:
     """
     named = folder or os.environ.get("KFC_DATA_DIR")
     if not named:
-        return user_cache_path("kfc") / "data"
+        return default_folder()
     try:
         return Path(named).expanduser().absolute()
     except RuntimeError as error:  # the user after ~ does not exist
         raise DataError(
-            f"{named} cannot be the data folder: there is no such home directory. "
-            "Name another folder with --data-dir or KFC_DATA_DIR."
+            f"{named} cannot be the data folder: there is no such home directory; name another "
+            "with --data-dir or KFC_DATA_DIR"
+        ) from error
+
+
+def create_data_folder(folder: Path | None) -> None:
+    """Create the folder of raw and decoded data, if it does not exist."""
+    home = data_folder(folder)
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"the data folder {home} cannot be created: {error.strerror}; name another with "
+            "--data-dir or KFC_DATA_DIR"
         ) from error
 
 
 def load(name: str, folder: Path | None = None, *, progress: bool = True) -> Dataset:
     """Return the data set of that name.
 
-    On first use it is fetched and decoded; later calls map the decoded files into memory.
+    On first use it is fetched and decoded; later calls map the decoded files into memory. A folder
+    that is named, and not the default, must exist.
     """
     if name not in CATALOGUE:
-        raise DataError(f"There is no data set {name!r}. Choose one of {', '.join(CATALOGUE)}.")
-    return load_entry(CATALOGUE[name], data_folder(folder), note_console(shown=progress))
+        raise DataError(not_one_of("the data set", name, CATALOGUE))
+    home = data_folder(folder)
+    if not (CATALOGUE[name].embedded or home.is_dir() or home == default_folder()):
+        raise DataError(
+            f"the data folder {home} does not exist; correct --data-dir or KFC_DATA_DIR, or "
+            "create the folder with --create"
+        )
+    return load_entry(CATALOGUE[name], home, note_console(shown=progress))
 
 
 def load_entry(entry: Entry, folder: Path, notes: Console) -> Dataset:

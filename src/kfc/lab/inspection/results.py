@@ -14,7 +14,7 @@ from torch import Tensor
 from kfc.analysis import APPROXIMATIONS, Assumption, Correlations, LayerComparison
 from kfc.analysis.blocks import DEFAULT_MAX_GIB
 from kfc.analysis.correlations import DEFAULT_REACH
-from kfc.lab.options import ConfigError, check_options, option
+from kfc.lab.options import ConfigError, check_options, not_one_of, option
 
 FORMAT = 1
 MOST_EIGENVALUES = 400
@@ -56,9 +56,7 @@ class InspectionSettings:
         check_options(self)
         for name in self.approximations:
             if name not in APPROXIMATIONS:
-                raise ConfigError(
-                    f"approximation must be one of {', '.join(APPROXIMATIONS)}, got {name!r}"
-                )
+                raise ConfigError(not_one_of("approximation", name, APPROXIMATIONS))
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,10 @@ from torch import nn
 
 from kfc.lab.networks import architectures
 from kfc.lab.networks.architectures import ResNet20, autoencoder, cuda_convnet, initialise
+from kfc.lab.options import not_one_of
 
-__all__ = ["NETWORKS", "Network", "NetworkError", "build"]
+__all__ = ["NETWORKS", "Network", "NetworkError", "build", "require_known"]
+OWN = "or module:function for your own"
 
 
 class NetworkError(ValueError):
@@ -31,29 +33,31 @@ class Network:
     Attributes:
         make: builds it from (channels, classes), with torch's own initialisation.
         image_sizes: sides of the square images that it takes; empty if any size is possible.
-        inits: its initialisations, the default first.
+        inits: its initialisations, the default first, each with the form of the inputs that it is
+            meant for: ``"centred"`` (pixels minus their mean), ``"normalised"`` (zero mean and unit
+            variance) or ``"unit"`` (0 to 1).
         weight_costs: the paper's λ by parameter name.
-        inputs: the form of the inputs for its default initialisation: ``"centred"`` (pixels minus
-            their mean), ``"normalised"`` (zero mean and unit variance) or ``"unit"`` (0 to 1).
         task: a name in ``kfc.lab.components.TASKS``.
     """
 
     make: Callable[[int, int], nn.Module]
     image_sizes: tuple[int, ...]
-    inits: tuple[str, ...] = ("kaiming",)
+    inits: Mapping[str, str] = field(default_factory=lambda: {"kaiming": "normalised"})
     weight_costs: Mapping[str, float] = field(default_factory=dict)
-    inputs: str = "normalised"
     task: str = "classification"
+
+    @property
+    def default_init(self) -> str:
+        return next(iter(self.inits))
 
 
 _cuda_convnet = partial(
     Network,
     image_sizes=(32,),
-    inits=("paper", "kaiming"),
+    inits={"kaiming": "normalised", "paper": "centred"},
     weight_costs=architectures.WEIGHT_COSTS,
-    inputs="centred",
 )
-_autoencoder = partial(Network, inits=("glorot",), inputs="unit", task="reconstruction")
+_autoencoder = partial(Network, inits={"glorot": "unit"}, task="reconstruction")
 
 NETWORKS: Mapping[str, Network] = {
     "cuda-convnet": _cuda_convnet(cuda_convnet),
@@ -69,6 +73,12 @@ NETWORKS: Mapping[str, Network] = {
     "autoencoder": _autoencoder(partial(autoencoder, sizes=(784, 1000, 500, 250, 30)), (28,)),
     "digits-autoencoder": _autoencoder(partial(autoencoder, sizes=(64, 128, 64, 32, 10)), (8,)),
 }
+
+
+def require_known(name: str) -> None:
+    """Raise ``NetworkError`` unless the name is one of ``NETWORKS`` or "module:function"."""
+    if name not in NETWORKS and ":" not in name:
+        raise NetworkError(not_one_of("net", name, NETWORKS, OWN))
 
 
 def build(
@@ -93,22 +103,18 @@ def build(
 def _build_known(
     name: str, image: tuple[int, int, int], classes: int, init: str | None
 ) -> nn.Module:
-    if name not in NETWORKS:
-        raise _error(f"there is no network {name!r}")
+    require_known(name)
     network = NETWORKS[name]
     channels, height, width = image
     if network.image_sizes and (height != width or height not in network.image_sizes):
         sizes = " or ".join(f"{side}x{side}" for side in network.image_sizes)
         raise _error(
-            f"{name} takes images of {sizes} pixels, but these have {height}x{width}; use other "
-            "data or another network"
+            f"{name} takes images of {sizes} pixels, and those of the data have {height}x{width}"
         )
     if init not in (None, *network.inits):
-        raise NetworkError(
-            f"{name} has no initialisation {init!r}; choose one of: {', '.join(network.inits)}"
-        )
+        raise NetworkError(not_one_of(f"init of {name}", init, network.inits))
     model = network.make(channels, classes)
-    initialise(model, init or network.inits[0])
+    initialise(model, init or network.default_init)
     return model
 
 
@@ -153,4 +159,4 @@ def _current_directory_importable() -> Iterator[None]:
 
 
 def _error(message: str) -> NetworkError:
-    return NetworkError(f"{message}; known: {', '.join(NETWORKS)}, or module:function for your own")
+    return NetworkError(f"{message}; net may be one of {', '.join(NETWORKS)}, {OWN}")

@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from kfc.lab.report.figures import INK, Figure, Json, area_style, layout, line, plain, thinned
+from kfc.lab.report.figures import (
+    INK,
+    Figure,
+    Json,
+    area_style,
+    is_constant,
+    layout,
+    line,
+    plain,
+    thinned,
+)
 from kfc.lab.report.tables import MISSING, Row, number
 from kfc.lab.runs import Record
 
@@ -153,7 +163,20 @@ def adaptation_section(records: Sequence[Record]) -> dict[str, Any] | None:
 
 def _section(runs: Runs, figures: list[Figure]) -> dict[str, Any] | None:
     legend = [(index, name) for index, (name, rows) in enumerate(runs) if rows]
-    return {"legend": legend, "figures": figures} if legend else None
+    return {"legend": legend, **without_constants(figures)} if legend else None
+
+
+def without_constants(figures: Sequence[Figure]) -> dict[str, Any]:
+    """Return the figures with lines that change, and the values of the others by their ids."""
+    constants = {}
+    for figure in figures:
+        if is_constant(figure):
+            known = {v for variant in figure.variants for trace in variant for v in trace["y"]}
+            constants[figure.id] = ", ".join(number(v) for v in sorted(known - {None}))
+    return {
+        "figures": [figure for figure in figures if figure.id not in constants],
+        "constants": {id: value for id, value in constants.items() if value},
+    }
 
 
 def _run_lines(runs: Runs, key: str) -> list[Json]:
@@ -194,8 +217,8 @@ def _limit_line(limit: float, last_update: int) -> Json:
         "name": f"C = {limit:g}",
         "x": [0, last_update],
         "y": [limit, limit],
-        "text": ["", f"C = {limit:g}"],
-        "textposition": "top left",
+        "text": [f"C = {limit:g}", ""],
+        "textposition": "top right",
         "line": {"color": INK, "dash": "dot", "width": 1.5},
         "hovertemplate": "clipped above",
     }
@@ -220,7 +243,17 @@ def layer_section(records: Sequence[Record]) -> dict[str, Any] | None:
         if any(variants := [_layer_lines(record, key, layers) for record in records])
     ]
     names = [record.name for record in records]
-    return {"runs": names, "legend": list(enumerate(layers)), "figures": figures}
+    legend = list(enumerate(_titles(records, layers)))
+    return {"runs": names, "legend": legend, **without_constants(figures)}
+
+
+def _titles(records: Sequence[Record], layers: Sequence[str]) -> list[str]:
+    """Return the name of each layer with its kind, such as "conv1: Conv2d 3→32"."""
+    kinds: dict[str, str] = {}
+    for record in records:
+        for row in record.evaluations:
+            kinds |= {name: own["kind"] for name, own in _layers(row).items() if "kind" in own}
+    return [f"{layer}: {kinds[layer]}" if layer in kinds else layer for layer in layers]
 
 
 def _layer_lines(record: Record, key: str, layers: Sequence[str]) -> list[Json]:

@@ -14,15 +14,18 @@ INK = "#1a1a1a"
 MAX_LABEL_LENGTH = 40
 MAX_POINTS = 1500
 
-# The colours of Okabe and Ito, which are safe for colour-blind readers. Lines use those with a
-# contrast to white of at least 3; areas have an outline and use all of them.
-LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000")
-AREA_COLOURS = (
-    *("#56B4E9", "#E69F00", "#009E73", "#F0E442"),
-    *("#0072B2", "#D55E00", "#CC79A7", "#999999"),
+# The first colours are those of Okabe and Ito, which are safe for colour-blind readers. Lines use
+# colours with a contrast to white of at least 3; areas have an outline.
+LINE_COLOURS = (
+    *("#0072B2", "#D55E00", "#008A5E", "#B8478E", "#000000"),
+    *("#5E3FBF", "#8A7B00", "#8B4A20", "#6E6E6E", "#0B7A8A", "#B3123A"),
 )
-# The lengths of the three lists have no common divisor, so the first 210 lines all look different.
-DASHES = ("", "7 4", "2 3", "9 3 2 3", "14 5", "5 2 1 2 1 2")
+AREA_COLOURS = (
+    *("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#0072B2", "#D55E00"),
+    *("#CC79A7", "#999999", "#882255", "#44AA99", "#DDCC77", "#332288"),
+)
+# The lengths of the three lists have no common divisor, so the first 385 lines all look different.
+DASHES = ("", "7 4", "2 3", "9 3 2 3", "14 5")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "cross")
 
 
@@ -86,6 +89,16 @@ def line(index: int, name: str, x: Sequence[Any], y: Sequence[Any], **options: A
         "hovertemplate": "%{y:.3g} at update %{x}",
         **options,
     }
+
+
+def is_constant(figure: Figure) -> bool:
+    """Return whether all lines of the figure have several points, and none of them changes."""
+    lines = [
+        [value for value in trace["y"] if value is not None]
+        for variant in figure.variants
+        for trace in variant
+    ]
+    return bool(lines) and all(len(y) > 1 and len(set(y)) == 1 for y in lines)
 
 
 def plain(text: str, max_length: int = MAX_LABEL_LENGTH) -> str:

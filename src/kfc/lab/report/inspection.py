@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, astuple
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from kfc.analysis import APPROXIMATIONS, Assumption, LayerComparison
@@ -120,7 +121,29 @@ def write_inspection_page(path: Path, inspections: Sequence[Inspection], title: 
         "networks": _networks(inspections),
     }
     columns = min(max(len(inspections), 2), 3)
-    write_html(path, "inspection.html", title=title, sections=sections, columns=columns)
+    texts = {"title": title, "verdict": inspection_verdict(inspections)}
+    write_html(path, "inspection.html", sections=sections, columns=columns, **texts)
+
+
+def inspection_verdict(inspections: Sequence[Inspection]) -> str:
+    """Return how many tests hold, and how good KFC's steps are, in one sentence."""
+    layers = [layer for one in inspections for layer in one.layers]
+    verdicts = [t.verdict for layer in layers for t in (layer.assumptions or {}).values()]
+    hold, roughly, fail = (verdicts.count(name) for name in ("holds", "roughly", "fails"))
+    found = f"Of the tested assumptions, {hold} hold, {roughly} hold roughly and {fail} fail"
+    decreases = [
+        quality.decrease
+        for layer in layers
+        if layer.comparison is not None
+        for name, quality in layer.comparison.approximations.items()
+        if name == "kfc" and math.isfinite(quality.decrease)
+    ]
+    if decreases:
+        found += (
+            f"; a step of KFC lowers the loss by {median(decreases):.0%} of what the exact block "
+            "gives (the median of the layers)"
+        )
+    return f"{found}."
 
 
 def _layers_by_name(inspections: Sequence[Inspection]) -> Layers:
@@ -150,6 +173,8 @@ def _correlations(side: str, layers: Layers) -> dict[str, list[Figure]]:
             for kind, (draw, title) in CORRELATIONS.items()
             for one in group
             if (correlations := getattr(one.layer.correlations, f"{side}_{kind}", None)) is not None
+            # The correlation of a single map with itself is always 1.
+            if kind != "maps" or len(correlations) > 1
         ]
         if figures:
             groups[_heading(group)] = figures
@@ -173,7 +198,8 @@ def _spectra(layers: Layers) -> dict[str, Any] | None:
                 lines.append(line(index, title, ranks, values, hovertemplate=at))
                 shown.add((index, title))
         if lines:
-            title = f"{label}: {layer.name}" if label else layer.name
+            title = f"{layer.name} ({layer.kind})"
+            title = f"{label}: {title}" if label else title
             shape = layout("rank", "eigenvalue", log="xy")
             figures.append(Figure(f"spectrum-{id}", shape, [lines], title, _size(layer)))
     return {"legend": sorted(shown), "figures": figures} if figures else None
@@ -206,7 +232,7 @@ def _approximations(inspections: Sequence[Inspection], layers: Layers) -> dict[s
         ]
         for group in layers.values()
     }
-    legend = list(enumerate(layers))
+    legend = list(enumerate(map(_heading, layers.values())))
     return {"legend": legend, "figures": figures, "layers": tables} if figures else None
 
 

@@ -13,7 +13,7 @@ from kfc.lab.report.diagnostics import (
     layer_section,
 )
 from kfc.lab.report.rendering import write_html
-from kfc.lab.report.summary import Goals, best_runs, default_goals, summary_section
+from kfc.lab.report.summary import Goals, best_runs, default_goals, summary_section, verdict
 from kfc.lab.report.tables import compare_values, distinct_labels
 from kfc.lab.runs import Record
 
@@ -58,4 +58,6 @@ def write_page(
             labels, [{"folder": record.path.name, **record.environment} for record in records]
         ),
     }
-    write_html(path, "runs.html", title=title, introduction=introduction, sections=sections)
+    found = verdict(best, goals or default_goals(best), baseline)
+    texts = {"title": title, "verdict": found, "introduction": introduction}
+    write_html(path, "runs.html", sections=sections, **texts)

@@ -113,7 +113,17 @@ def write_plan_page(path: Path, plan: Plan) -> None:
         "checks": check_rows(plan) if plan.checked else None,
         "machine": machine_rows(plan.machine),
     }
-    write_html(path, "plan.html", title=f"KFC on {plan.title}", sections=sections)
+    texts = {"title": f"KFC on {plan.title}", "verdict": plan_verdict(plan)}
+    write_html(path, "plan.html", sections=sections, **texts)
+
+
+def plan_verdict(plan: Plan) -> str:
+    """Return what a step on the largest number of ranks takes, in one sentence."""
+    largest = max(plan.predictions, key=lambda each: (each.ranks, -each.step))
+    sgd = largest.seconds[PASSES] + largest.seconds["sending gradients"]
+    ranks = f"{largest.ranks:,} rank{'s' if largest.ranks > 1 else ''}"
+    cost = f"{number(1000 * largest.step)} ms, {largest.step / sgd:.2f} times a step of SGD"
+    return f"On {ranks}, a step of KFC is predicted to take {cost}."
 
 
 def _placements(plan: Plan) -> list[str]:

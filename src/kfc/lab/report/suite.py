@@ -126,6 +126,21 @@ def failures(results: Results) -> list[str]:
 # The page
 
 
+def suite_verdict(results: Results) -> str:
+    """Return which methods have the best scores, in one sentence."""
+    found = []
+    for ruleset in results.rulesets:
+        best, *others = ordered_methods(ruleset, results.settings.methods)
+        firsts = sum(value == 1 for value in of_method(ruleset.ratios, best))
+        text = f"{ruleset.name}, {best} has the best score ({ruleset.score(best):.2f}), and is the "
+        text += f"fastest on {firsts} of {len(ruleset.times)} workloads"
+        if others:
+            text += f", before {others[0]} ({ruleset.score(others[0]):.2f})"
+        found.append(text)
+    sentence = "; ".join(found)
+    return f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
+
+
 def write_suite_page(path: Path, results: Results) -> None:
     """Write the page of a benchmark atomically."""
     rulesets = {ruleset.name: _ruleset_section(results, ruleset) for ruleset in results.rulesets}
@@ -146,6 +161,7 @@ def write_suite_page(path: Path, results: Results) -> None:
         path,
         "suite.html",
         title="Time to target over several workloads",
+        verdict=suite_verdict(results),
         notes=notes(results),
         sections=sections,
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kfc.lab.options import not_one_of
 from kfc.lab.report.tables import MISSING, Row, number, percent, ratio, setting
 from kfc.lab.runs import Record
 
@@ -77,7 +78,7 @@ def find_baseline(records: Sequence[Record], name: str | None = None) -> Record:
         return next((r for r in records if r.config.method.optimizer == "sgd"), records[0])
     named = {record.name: record for record in records}
     if name not in named:
-        raise ValueError(f"no run is named {name!r}; there are {', '.join(named)}")
+        raise ValueError(not_one_of("baseline", name, named))
     return named[name]
 
 
@@ -111,7 +112,7 @@ def summary_section(
 
 
 def summary_rows(records: Sequence[Record], baseline: str | None = None) -> list[Row]:
-    """Return a table with a column for each run. Losses and errors are of averaged parameters."""
+    """Return a table with a column for each run: its last evaluation."""
     reference = find_baseline(records, baseline)
     # A long name would make the first column too wide.
     owner = reference.name if len(reference.name) <= 12 else "the baseline"
@@ -128,11 +129,15 @@ def summary_rows(records: Sequence[Record], baseline: str | None = None) -> list
         last("updates", "update"),
         last("seconds", "seconds"),
         (f"seconds per epoch (x {owner}'s)", *(_pace(record, reference) for record in records)),
-        last("train loss", "averaged_train_loss"),
-        last("train error", "averaged_train_error", percent),
-        last("test loss", "averaged_test_loss"),
-        last("test error", "averaged_test_error", percent),
         ("ended", *(END_REASONS.get(reason, str(reason)) for reason in reasons)),
+        ("averaged parameters", *("" for _ in records)),
+        last("train loss", "averaged_train_loss"),
+        last("test loss", "averaged_test_loss"),
+        last("train error", "averaged_train_error", percent),
+        last("test error", "averaged_test_error", percent),
+        ("raw parameters", *("" for _ in records)),
+        last("train error", "train_error", percent),
+        last("test error", "test_error", percent),
     ]
 
 
@@ -155,7 +160,7 @@ def goal_rows(records: Sequence[Record], goals: Goals, baseline: str | None = No
     brackets: how many times less than the baseline, with ">" if the baseline did not reach it.
     """
     reference = find_baseline(records, baseline)
-    rows = [("to reach", *(record.name for record in records))]
+    rows = [("to reach, averaged", *(record.name for record in records))]
     for key, value, title in goals:
         rows.append((title, *("" for _ in records)))
         for label, count in COUNTS.items():
@@ -174,6 +179,70 @@ def _goal_cell(record: Record, reference: Record, key: str, value: float, count:
         return number(own)
     at_least = "> " if reached is None else ""
     return f"{number(own)} ({at_least}{ratio(baseline / own)})"
+
+
+# The verdict
+
+
+def verdict(records: Sequence[Record], goals: Goals, baseline: str | None = None) -> str:
+    """Return what the runs show, in one sentence.
+
+    It is about the hardest goal that any run reached, of the training set if possible; without
+    one, about the lowest training loss.
+    """
+    diverged = [record.name for record in records if end_reason(record) == "diverged"]
+    sentence = _reached_verdict(records, goals, baseline) or _loss_verdict(records)
+    if diverged and len(diverged) < len(records):
+        return f"{sentence}; {', '.join(diverged)} diverged."
+    return "All runs diverged." if diverged else f"{sentence}."
+
+
+def _reached_verdict(records: Sequence[Record], goals: Goals, baseline: str | None) -> str:
+    """Return which runs reach the hardest goal in the least time and with the fewest updates."""
+    reference = find_baseline(records, baseline)
+    for key, value, title in sorted(goals, key=lambda goal: ("test" in goal[0], goal[1])):
+        found = [(r, row) for r in records if (row := _first_reaching(r, key, value))]
+        if len(records) == 1 or not found:
+            continue
+        first, row = min(found, key=lambda pair: pair[1]["seconds"])
+        text = f"{first.name} is the first to reach {title}, after {number(row['seconds'])} s"
+        text += _behind(reference, first, row, key, value)
+        fewest, least = min(found, key=lambda pair: pair[1]["update"])
+        if least["update"] < row["update"]:
+            counts = f"{number(least['update'])} instead of {number(row['update'])}"
+            text += f"; {fewest.name} needs the fewest updates, {counts}"
+        return text
+    return ""
+
+
+def _behind(
+    reference: Record, first: Record, row: Mapping[str, Any], key: str, value: float
+) -> str:
+    """Return how long the baseline takes to a goal that another run reached first."""
+    seconds = last_evaluation(reference).get("seconds")
+    if reference is first or not seconds or not row["seconds"]:
+        return ""
+    if reached := _first_reaching(reference, key, value):
+        times = ratio(reached["seconds"] / row["seconds"]).removesuffix("x")
+        return f" ({reference.name} takes {times} times as long)"
+    return f" ({reference.name} does not in {number(seconds)} s)"
+
+
+def _loss_verdict(records: Sequence[Record]) -> str:
+    """Return the run with the lowest training loss at its end, and its errors."""
+    trained = [
+        (record, row)
+        for record in records
+        if (row := last_evaluation(record)).get("averaged_train_loss") is not None
+    ]
+    if not trained:
+        return "No run has been evaluated yet"
+    best, row = min(trained, key=lambda pair: pair[1]["averaged_train_loss"])
+    errors = f"{percent(row['averaged_train_error'])} training and "
+    errors += f"{percent(row['averaged_test_error'])} test error"
+    lowest = "the lowest training loss, with " if len(records) > 1 else ""
+    place = f"{number(row['update'])} updates and {number(row['seconds'])} s"
+    return f"{best.name} has {lowest}{errors} (averaged parameters) after {place}"
 
 
 def _first_reaching(record: Record, key: str, value: float) -> dict[str, Any] | None:

@@ -14,6 +14,8 @@
   const touch = matchMedia("(pointer: coarse)").matches;
   const config = {
     responsive: true,
+    // On a phone the buttons would cover the lines.
+    displayModeBar: touch || innerWidth < 800 ? false : "hover",
     displaylogo: false,
     // The complete list of buttons: some versions of plotly add one that uploads the figure.
     modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
@@ -28,6 +30,8 @@
     gridcolor: "#e3e3e3",
     showline: true,
     linecolor: ink,
+    ticks: "outside",
+    ticklen: 5,
     exponentformat: "power",
   };
   const template = {
@@ -50,8 +54,8 @@
     if (size && !layout.height) layout.height = size.height;
     // On a touch screen, dragging scrolls the page and must not zoom the figure.
     if (touch) layout.dragmode = false;
-    reduceTickLabels(layout.xaxis, traces.flatMap((trace) => trace.x));
-    reduceTickLabels(layout.yaxis, traces.flatMap((trace) => trace.y));
+    labelTicks(layout.xaxis, traces.flatMap((trace) => trace.x));
+    labelTicks(layout.yaxis, traces.flatMap((trace) => trace.y));
     Plotly.react(id, traces, layout, config);
   }
 
@@ -59,12 +63,16 @@
     return values.filter((value) => value > 0).reduce((a, b) => Math.min(a, b), Infinity);
   }
 
-  // By default plotly labels all of 2 to 9 on an axis of a few decades, and the labels overlap.
-  function reduceTickLabels(axis, values) {
+  // Label 1, 2 and 5 with whole numbers on an axis of a few decades, powers of ten on a longer
+  // one. By default plotly shows 2 and 5 without their powers, and labels overlap.
+  function labelTicks(axis, values) {
     if (axis.type !== "log") return;
     const highest = values.reduce((a, b) => Math.max(a, b), 0);
     const decades = Math.log10(highest / smallestPositive(values));
-    if (decades === 0 || (decades > 0.7 && decades < 3)) axis.dtick = "D2";
+    axis.minor = { ticks: "outside", ticklen: 3, dtick: "D1" };
+    if (decades < 2.5 || (highest < 1e6 && highest >= 1e-4 * 10 ** decades)) axis.tickformat = "~g";
+    if (decades === 0 || (decades > 0.7 && decades < 2.5)) axis.dtick = "D2";
+    if (decades >= 2.5) axis.dtick = Math.ceil(decades / 7);
   }
 
   // Figures whose traces are in the page. Plotly modifies its arguments, so pass copies.
