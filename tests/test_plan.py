@@ -26,7 +26,9 @@ from kfc.lab.report.plan import (
 )
 from ranks import run_ranks
 
-MACHINE = Machine(products=1e9, decompositions=5e8, memory=1e10, network=1e9, latency=1e-4, start=1e-6)
+MACHINE = Machine(
+    products=1e9, decompositions=5e8, memory=1e10, network=1e9, latency=1e-4, start=1e-6
+)
 PERIODS = kfc.Periods(5, 10)
 
 
