@@ -139,7 +139,7 @@ class Engine:
         """Return the gradients of the trained parameters that have one, by name."""
         found, replaced = self.members.gradients()
         if replaced and self._hooks.close.alive:
-            self._replaced = self.members.take_up(replaced)
+            self._replaced = self.members.adopt(replaced)
             self._hooks.close()
             self._hooks = self._new_hooks()
         return found

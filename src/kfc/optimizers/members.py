@@ -52,7 +52,7 @@ class Members:
             found[name] = parameter.grad
         return found, replaced
 
-    def take_up(self, found: Mapping[str, nn.Parameter]) -> set[str]:
+    def adopt(self, found: Mapping[str, nn.Parameter]) -> set[str]:
         """Replace parameters by new ones of the same names and shapes.
 
         Returns:
