@@ -5,11 +5,13 @@ python benchmarks/default_settings.py resnet20 --settings exact default --seeds 
 
 "exact" gathers statistics from whole batches, inverts factors exactly and postpones nothing.
 "part", "low rank" and "overhead" each differ from it in one of these, and "default" in all of them.
-The table shows training / test errors in percent after each epoch, of the averaged parameters.
+The table shows training / test errors in percent after each epoch: of the averaged parameters, or of
+the raw ones if the learning rate falls to zero.
 """
 
 import argparse
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -106,7 +108,7 @@ def train(case: Case, options: dict[str, Any], seed: int, data: tuple[Data, Data
             F.cross_entropy(model(images), examples.labels[chosen]).backward()
             optimizer.step()
         seconds += perf_counter() - start
-        with optimizer.averaged_parameters():
+        with nullcontext() if case.falls else optimizer.averaged_parameters():
             cells.append(f"{error(model, examples):.1f} / {error(model, test):.1f}")
     return [*cells, f"{seconds:.0f}"]
 

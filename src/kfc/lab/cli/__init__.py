@@ -42,8 +42,8 @@ class RankZeroGroup(TyperGroup):
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except Exception as error:
-            # Usage errors have an exit code. Newer versions of typer contain a copy of click.
-            if not hasattr(error, "exit_code"):
+            # Usage errors can format their message. Newer versions of typer contain a copy of click.
+            if not hasattr(error, "format_message"):
                 raise
             if Launch.from_environment().rank == 0:
                 print_usage_error(error)
