@@ -5,8 +5,8 @@ python benchmarks/default_settings.py resnet20 --settings exact default --seeds 
 
 "exact" gathers statistics from whole batches, inverts factors exactly and postpones nothing.
 "part", "low rank" and "overhead" each differ from it in one of these, and "default" in all of them.
-The table shows training / test errors in percent after each epoch: of the averaged parameters, or of
-the raw ones if the learning rate falls to zero.
+The table shows training / test errors in percent after each epoch: of the averaged parameters, or
+of the raw ones if the learning rate falls to zero.
 """
 
 import argparse
