@@ -5,9 +5,11 @@ import re
 import sys
 
 import pytest
+from torch.multiprocessing.spawn import ProcessExitedException
 
 import kfc as package
 from commands import assert_clear_error, kfc, kfc_anew, kfc_here
+from kfc.lab.cli import app
 from kfc.lab.cli.screen import RunDisplay, progress_bars
 from kfc.lab.config import make_config
 from kfc.lab.runs import read_record
@@ -368,3 +370,14 @@ def test_demo_prints_tables_and_writes_a_page(tmp_path):
 def test_wrong_arguments_of_demo(tmp_path):
     assert_clear_error(kfc("demo", "--epochs", "0"), 2, "epochs must be")
     assert_clear_error(kfc_here("demo", "--out", tmp_path), 1, "never overwritten")
+
+
+def test_only_usage_errors_are_printed_as_such(monkeypatch):
+    """Errors of processes have an exit code, too."""
+
+    def fail(*args, **kwargs):
+        raise ProcessExitedException("terminated", 0, 1, 7)
+
+    monkeypatch.setattr("kfc.lab.cli.TyperGroup.main", fail)
+    with pytest.raises(ProcessExitedException, match="terminated"):
+        app()

@@ -42,7 +42,7 @@ class RankZeroGroup(TyperGroup):
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except Exception as error:
-            # Usage errors can format their message. Newer versions of typer contain a copy of click.
+            # Usage errors format their message. Newer versions of typer contain a copy of click.
             if not hasattr(error, "format_message"):
                 raise
             if Launch.from_environment().rank == 0:
