@@ -227,7 +227,6 @@ def test_training_follows_that_of_the_stock_layer(kind):
         DropConnect(3, 4),
         LinearReLU(3, 4),
         Scaled(3, 4),
-        nn.PReLU(3),
     ],
     ids=lambda module: type(module).__name__,
 )
@@ -266,7 +265,8 @@ def test_probing_leaves_no_traces():
     module = Recording(3, 4).eval()
     module.weight.grad = gradient = torch.ones_like(module.weight)
     hooked = []
-    module.register_forward_hook(lambda *call: hooked.append(call))
+    for each in (module, module.drop):
+        each.register_forward_hook(lambda *call: hooked.append(call))
     before = {name: value.clone() for name, value in module.state_dict().items()}
     states = torch.get_rng_state(), random.getstate()
     assert set(find_layers(nn.Sequential(module)).layers) == {"0"}
@@ -320,3 +320,176 @@ def test_modules_that_fail_are_left_alone():
     assert not plan.layers
     assert "overrides forward" in plan.plain["0.weight"]
     assert "no layer class for Embedding" in plan.plain["2.weight"]
+
+
+# Normalisation
+
+
+class LlamaRMSNorm(nn.Module):
+    """``transformers.models.llama.modeling_llama.LlamaRMSNorm``; T5's is the same."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.promote_types(dtype, torch.float32))
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(dtype)
+
+
+class GemmaRMSNorm(nn.Module):
+    """A scale of 1 + weight."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.eps, self.weight = eps, nn.Parameter(torch.zeros(size))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1.0 + self.weight)
+
+
+class TimmLayerNorm(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """``timm.layers.LayerNorm2d``"""
+
+    def forward(self, x):
+        x = x.permute(0, 2, 3, 1)
+        x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        return x.permute(0, 3, 1, 2)
+
+
+class ConvNextV2LayerNorm(nn.Module):
+    """``transformers.models.convnextv2.modeling_convnextv2.ConvNextV2LayerNorm``"""
+
+    def __init__(self, size, eps=1e-6, data_format="channels_last"):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+        self.eps, self.data_format, self.normalized_shape = eps, data_format, (size,)
+
+    def forward(self, x):
+        if self.data_format == "channels_last":
+            return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        u = x.mean(1, keepdim=True)
+        s = (x - u).pow(2).mean(1, keepdim=True)
+        x = (x - u) / torch.sqrt(s + self.eps)
+        return self.weight[:, None, None] * x + self.bias[:, None, None]
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """``timm.layers.BatchNormAct2d``"""
+
+    def __init__(self, size, act):
+        super().__init__(size)
+        self.drop, self.act = nn.Identity(), act
+
+    def forward(self, x):
+        uses_batch = self.training or self.running_mean is None
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        statistics = (self.running_mean, self.running_var)
+        options = (uses_batch, self.momentum, self.eps)
+        return self.act(self.drop(F.batch_norm(x, *statistics, self.weight, self.bias, *options)))
+
+
+class Whichever(nn.LayerNorm):
+    """Channels are the last dimension of sequences, and dimension 1 of maps."""
+
+    def forward(self, x):
+        return (
+            super().forward(x.movedim(1, -1)).movedim(-1, 1) if x.dim() == 4 else super().forward(x)
+        )
+
+
+class Batchwise(nn.Module):
+    """Mixes examples in a way that nothing announces."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return self.weight * (x - x.mean(0))
+
+
+NORMS = {
+    "llama": (LlamaRMSNorm(4), (3, 2, 4)),
+    "llama of rows": (LlamaRMSNorm(4), (5, 4)),
+    "gemma": (GemmaRMSNorm(4), (3, 2, 4)),
+    "timm": (TimmLayerNorm(4), (3, 2, 4)),
+    "timm without shift": (TimmLayerNorm(4, bias=False), (3, 2, 4)),
+    "timm 2d": (LayerNorm2d(5), (3, 5, 2, 2)),
+    "convnext last": (ConvNextV2LayerNorm(4), (3, 2, 2, 4)),
+    "convnext first": (ConvNextV2LayerNorm(4, data_format="channels_first"), (3, 4, 2, 2)),
+    "large eps": (LlamaRMSNorm(4, eps=2.0), (3, 2, 4)),
+    "activation of slopes": (nn.PReLU(4), (3, 4, 2)),
+    "batch with identity": (BatchNormAct2d(3, nn.Identity()), (4, 3, 2, 2)),
+    "batch in eval": (BatchNormAct2d(3, nn.Identity()).eval(), (4, 3, 2, 2)),
+}
+
+
+def example_block(norm, inputs, head):
+    """Return the mean over examples of J_nᵀ R J_n, per channel, by differentiation.
+
+    J_n is the Jacobian through the outputs of example n only; it is linear in the module's own
+    Jacobian in its parameters.
+    """
+    roles, shape = list(dict(norm.named_parameters())), norm.weight.shape
+    buffers = {name: b.clone() for name, b in norm.named_buffers()}
+
+    def outputs(*parameters):
+        state = dict(zip(roles, parameters, strict=True)) | {
+            k: b.clone() for k, b in buffers.items()
+        }
+        return torch.func.functional_call(norm, state, (inputs,))
+
+    point = tuple(p.detach() for p in norm.parameters())
+    own = torch.autograd.functional.jacobian(outputs, point)  # (*inputs, channels) by role
+    values, expected = outputs(*point).detach(), 0
+    for n in range(len(inputs)):
+        through = torch.func.jacrev(lambda v: head(v[None])[0])(values[n])  # (classes, *example)
+        p = head(values[n][None])[0].softmax(0)
+        hessian = p.diag() - p.outer(p)
+        parts = [through.flatten(1) @ part[n].flatten(0, -2) for part in own]
+        jacobian = torch.stack(parts, dim=-1)  # (classes, channels, roles)
+        expected += torch.einsum("acr,ab,bcs->crs", jacobian, hessian, jacobian) / len(inputs)
+    assert expected.shape == (*shape, len(roles), len(roles))
+    return expected
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_normalisation(name):
+    norm, shape = NORMS[name]
+    norm = norm.double()
+    with torch.no_grad():
+        for p in norm.parameters():
+            p.add_(torch.randn_like(p) / 3)
+    inputs = torch.randn(shape)
+    head = Locations(inputs)
+    expected = example_block(norm, inputs, head)
+    preconditioner = after_one_batch(nn.Sequential(norm, head), inputs)
+    torch.testing.assert_close(preconditioner.blocks["0"], expected)
+
+
+def test_statistics_of_a_look_alike_leave_its_buffers_as_the_forward_pass_did():
+    stock, other = nn.BatchNorm2d(3), BatchNormAct2d(3, nn.Identity())
+    inputs = torch.randn(4, 3, 2, 2)
+    for norm in (stock, other):
+        after_one_batch(nn.Sequential(norm, Locations(inputs)), inputs)
+    torch.testing.assert_close(other.state_dict(), stock.state_dict())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [BatchNormAct2d(3, nn.ReLU()), Whichever(3), Batchwise(3), nn.PReLU()],
+    ids=lambda module: type(module).__name__,
+)
+def test_modules_that_are_not_affine_per_channel_follow_the_plain_gradient(module):
+    assert not find_layers(nn.Sequential(module)).layers

@@ -9,15 +9,17 @@ import inspect
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy, deepcopy
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from kfc.layers.affine import AffineLastLayer, AffineSecondLayer, affine_parts, bare_copy
 from kfc.layers.base import Layer, LinearLayer, TransposedLinearLayer
 from kfc.layers.convolution import (
     ConvolutionLayer,
@@ -88,7 +90,8 @@ def _can_be_run(module: nn.Module) -> bool:
     attributes = module.__dict__.items()
     if any(k in METHODS or getattr(v, "__self__", None) is module for k, v in attributes):
         return False
-    if isinstance(module, torch.jit.ScriptModule):
+    # A SyncBatchNorm would wait for other processes.
+    if isinstance(module, (torch.jit.ScriptModule, nn.SyncBatchNorm)):
         return False
     try:
         arguments = list(inspect.signature(type(module).forward).parameters)[1:]
@@ -106,13 +109,11 @@ def _search(module: nn.Module) -> type[Layer] | None:
             probe = _probe(module, generator)
         except Exception:  # a module that cannot be copied
             return None
-        for candidate in _candidates(module):
-            try:
-                if _computes(probe, candidate, generator):
-                    return candidate.layer
-            except Exception:  # inputs that the module does not accept
-                continue
-    return None
+        candidates = _candidates(probe)
+        found = [each.layer for each in candidates if _computes(probe, each, generator)]
+    if {AffineLastLayer, AffineSecondLayer} <= set(found):
+        return None  # the place of the channels depends on the inputs
+    return found[0] if found else None
 
 
 @contextmanager
@@ -138,6 +139,34 @@ def _candidates(module: nn.Module) -> Iterator[Candidate]:
     elif len(shape) == 2:
         yield Candidate(LinearLayer, ((5, 3, shape[1]), (16, shape[1])), _linear)
         yield Candidate(TransposedLinearLayer, ((5, 3, shape[0]), (16, shape[0])), _transposed)
+    elif len(shape) == 1 and shape[0] > 1:
+        yield from _affine_candidates(*shape)
+
+
+def _affine_candidates(channels: int) -> Iterator[Candidate]:
+    """Yield candidates for inputs of three and of four dimensions."""
+    # No other dimension has the size of the channels.
+    first, second, third = (n + (n >= channels) for n in (4, 5, 6))
+    for rest in ((second,), (second, third)):
+        last, middle = (first, *rest, channels), (first, channels, *rest)
+        yield Candidate(AffineLastLayer, (last,), partial(_affine, axis=-1))
+        yield Candidate(AffineSecondLayer, (middle,), partial(_affine, axis=1))
+
+
+def _affine(module: nn.Module, inputs: Tensor, axis: int) -> Tensor:
+    """Return scale · x̂ + shift + rest with the channels in a dimension.
+
+    Examples are processed one by one, so that a module that mixes them is recognised; that is
+    expected of batch normalisation only.
+    """
+    parts = affine_parts(module)
+    batches = (inputs,) if isinstance(module, _BatchNorm) else inputs.split(1)
+    normalised, rest = map(torch.cat, zip(*map(parts, batches), strict=True))
+    by_channel = normalised.movedim(axis, -1) * cast(Tensor, module._parameters["weight"])
+    assert by_channel.shape[-1] == normalised.shape[axis]  # no dimension was expanded
+    bias = module._parameters.get("bias")
+    by_channel = by_channel if bias is None else by_channel + bias
+    return by_channel.movedim(-1, axis) + rest
 
 
 def _linear(module: nn.Linear, inputs: Tensor) -> Tensor:
@@ -176,10 +205,14 @@ def _same(module: _ConvNd, inputs: Tensor) -> Tensor:
 def _computes(probe: nn.Module, candidate: Candidate, generator: torch.Generator) -> bool:
     for shape in candidate.shapes:
         inputs = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-        expected = candidate.formula(probe, inputs)
         for training in (True, False):
-            # Not the call of the module, which would run hooks
-            outputs = type(probe).forward(probe.train(training), inputs.clone())
+            probe.train(training)
+            try:
+                expected = candidate.formula(probe, inputs)
+                # Not the call of the module, which would run hooks
+                outputs = type(probe).forward(probe, inputs.clone())
+            except Exception:  # inputs that the module does not accept
+                return False
             if not isinstance(outputs, Tensor) or outputs.shape != expected.shape:
                 return False
             difference = (outputs - expected).abs().max()
@@ -200,13 +233,6 @@ def _probe(module: nn.Module, generator: torch.Generator) -> nn.Module:
         else:
             values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
             parameters[role] = nn.Parameter(values.uniform_(-1, 1, generator=generator))
-    probe = copy(module)
-    # Containers are copied, too, so that the module's own do not change.
-    containers = {k: copy(v) for k, v in vars(module).items() if type(v) in (list, dict, set)}
-    vars(probe).update(
-        containers,
-        _parameters=parameters,
-        _buffers=deepcopy(module._buffers),
-        _modules=deepcopy(module._modules),
-    )
+    probe = bare_copy(module)
+    vars(probe).update(_parameters=parameters)
     return probe.to("cpu", torch.float32)
