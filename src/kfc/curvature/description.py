@@ -8,7 +8,7 @@ from torch import nn
 
 from kfc.curvature.layer import Columns, LayerCurvature
 from kfc.curvature.model import ModelCurvature
-from kfc.layers import Plan
+from kfc.layers import Plan, is_look_alike
 from kfc.moments.folding import unfolded_shape
 
 HEADER = ("parameter", "shape", "treatment", "factors", "memory", "why")
@@ -65,9 +65,10 @@ def layer_memory(curvature: LayerCurvature, columns: Columns | None = None) -> t
 
 
 def _why(curvature: LayerCurvature) -> str:
-    tied = len(curvature.layer.modules)
+    layer, tied = curvature.layer, len(curvature.layer.modules)
+    kind = f", treated as {type(layer).__name__}" if is_look_alike(layer.module) else ""
     parts = (
-        type(curvature.layer.module).__name__,
+        type(layer.module).__name__ + kind,
         f"{tied} tied modules" if tied > 1 else "",
         curvature.note(),
     )

@@ -11,8 +11,19 @@ To add a layer type, subclass ``MatrixLayer`` or ``LinearLayer`` and register it
         return MyLayer(module)
 """
 
-from kfc.layers.base import Layer, LinearLayer, MatrixLayer, NormalisationLayer
-from kfc.layers.convolution import ConvolutionLayer, TransposedConvolutionLayer
+from kfc.layers.base import (
+    Layer,
+    LinearLayer,
+    MatrixLayer,
+    NormalisationLayer,
+    TransposedLinearLayer,
+)
+from kfc.layers.convolution import (
+    ConvolutionLayer,
+    SameConvolutionLayer,
+    TransposedConvolutionLayer,
+)
+from kfc.layers.look_alikes import is_look_alike
 from kfc.layers.normalisation import mixes_examples
 from kfc.layers.registry import PlainGradient, Plan, find_layers, layer_for
 
@@ -24,8 +35,11 @@ __all__ = [
     "NormalisationLayer",
     "PlainGradient",
     "Plan",
+    "SameConvolutionLayer",
     "TransposedConvolutionLayer",
+    "TransposedLinearLayer",
     "find_layers",
+    "is_look_alike",
     "layer_for",
     "mixes_examples",
 ]

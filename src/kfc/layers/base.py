@@ -246,6 +246,16 @@ class LinearLayer(MatrixLayer):
         return matrix.squeeze(0)
 
 
+class TransposedLinearLayer(LinearLayer):
+    """A linear layer with a weight of shape (inputs, outputs), as ``Conv1D`` of Transformers."""
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        return weight.mT.unsqueeze(0)
+
+    def weight_from_matrix(self, matrix: Tensor) -> Tensor:
+        return matrix.squeeze(0).mT
+
+
 class NormalisationLayer(Layer):
     """A layer that computes scale · x̂ + shift per channel."""
 

@@ -1,5 +1,7 @@
 """Convolutions and transposed convolutions, whose rows are patches of their input."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
@@ -89,6 +91,40 @@ class ConvolutionLayer(MatrixLayer):
     def with_batch(self, maps: Tensor) -> Tensor:
         """Return maps with a batch dimension, which a single example may lack."""
         return maps if maps.dim() == self.dims + 2 else maps.unsqueeze(0)
+
+
+class SameConvolutionLayer(ConvolutionLayer):
+    """A convolution over its input after ``pad_same()``, as ``Conv2dSame`` of timm.
+
+    The module's own padding has no effect.
+    """
+
+    def window(self) -> Window:
+        conv = self.module
+        return Window.of(
+            self.dims, conv.kernel_size, conv.stride, 0, conv.dilation, groups=conv.groups
+        )
+
+    def row_source(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        conv = self.module
+        return pad_same(self.with_batch(inputs), conv.kernel_size, conv.stride, conv.dilation)
+
+
+def pad_same(
+    maps: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """Return maps with zeros around them, so that there is a location per stride of pixels.
+
+    An odd number of zeros has one more at the end.
+    """
+    padding: list[int] = []
+    for size, kernel, step, spacing in zip(
+        maps.shape[2:], kernel_size, stride, dilation, strict=True
+    ):
+        last = (math.ceil(size / step) - 1) * step
+        total = max(last + spacing * (kernel - 1) + 1 - size, 0)
+        padding = [total // 2, total - total // 2, *padding]
+    return F.pad(maps, padding)
 
 
 class TransposedConvolutionLayer(ConvolutionLayer):

@@ -17,7 +17,12 @@ class _ChannelSecond(NormalisationLayer):
     """Layers whose channels are dimension 1: (M, C, *map)."""
 
     def channel_rows(self, values: Tensor, examples: int) -> Tensor:
-        return values.flatten(2).transpose(1, 2) if values.dim() > 2 else values.unsqueeze(1)
+        return channels_second_rows(values)
+
+
+def channels_second_rows(values: Tensor) -> Tensor:
+    """Return values (M, C, *map) as (M, locations, C)."""
+    return values.flatten(2).transpose(1, 2) if values.dim() > 2 else values.unsqueeze(1)
 
 
 class BatchNormLayer(_ChannelSecond):
@@ -100,12 +105,16 @@ class LayerNormLayer(NormalisationLayer):
         return lambda inputs: F.layer_norm(inputs, norm.normalized_shape, eps=norm.eps)
 
     def channel_rows(self, values: Tensor, examples: int) -> Tensor:
-        channels = self.weight.numel()
-        leading = values.shape[: values.dim() - self.weight.dim()]
-        if is_sequence_first(leading, examples):
-            values = values.transpose(0, 1)
-        rows = leading.numel() if len(leading) < 2 else values.shape[0]
-        return values.reshape(rows, -1, channels)
+        return channels_last_rows(values, examples, self.weight)
+
+
+def channels_last_rows(values: Tensor, examples: int, weight: Tensor) -> Tensor:
+    """Return values, whose last dimensions are those of the weight, as (rows, locations, C)."""
+    leading = values.shape[: values.dim() - weight.dim()]
+    if is_sequence_first(leading, examples):
+        values = values.transpose(0, 1)
+    rows = leading.numel() if len(leading) < 2 else values.shape[0]
+    return values.reshape(rows, -1, weight.numel())
 
 
 class RMSNormLayer(LayerNormLayer):

@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from kfc.layers.base import Layer, LinearLayer
 from kfc.layers.convolution import ConvolutionLayer, TransposedConvolutionLayer
+from kfc.layers.look_alikes import METHODS, look_alike
 from kfc.layers.normalisation import (
     BatchNormLayer,
     GroupNormLayer,
@@ -122,8 +123,9 @@ def _treatment(name: str, module: nn.Module) -> Layer | PlainGradient:
                 f"{name}.{role} has dtype {parameter.dtype}; only real parameters can be trained"
             )
     treatment = layer_for(module)
+    known = next(cls for cls in type(module).__mro__ if cls in layer_for.registry)
     if isinstance(treatment, PlainGradient):
-        return treatment
+        return (look_alike(module) if known is object else None) or treatment
     if module._parameters.get("weight") is None:
         if not hasattr(module, "weight"):
             raise ValueError(
@@ -131,11 +133,10 @@ def _treatment(name: str, module: nn.Module) -> Layer | PlainGradient:
                 "a module's own 'weight' and 'bias'"
             )
         return PlainGradient("its weight is computed from other parameters (parametrised)")
-    known = next(cls for cls in type(module).__mro__ if cls in layer_for.registry)
-    for method in ("forward", "_conv_forward"):
+    for method in METHODS:
         inherited = getattr(type(module), method, None) is getattr(known, method, None)
         if method in module.__dict__ or not inherited:
-            return PlainGradient(
+            return look_alike(module) or PlainGradient(
                 f"{type(module).__name__} overrides {method}; register a layer class for it"
             )
     return treatment

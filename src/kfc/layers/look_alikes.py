@@ -1,0 +1,238 @@
+"""Modules of unknown types that compute what a known layer computes, found by running them.
+
+A copy of the module with random parameters runs on small random inputs, and its outputs are
+compared with those of each formula that its weight may belong to. The module itself, its hooks and
+the global random state are not touched.
+"""
+
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from kfc.layers.affine import AffineLastLayer, AffineSecondLayer, affine_parts, bare_copy
+from kfc.layers.base import Layer, LinearLayer, TransposedLinearLayer
+from kfc.layers.convolution import (
+    ConvolutionLayer,
+    SameConvolutionLayer,
+    TransposedConvolutionLayer,
+    pad_same,
+)
+
+# The largest difference from the formula, relative to the largest output; probes are in float32.
+TOLERANCE = 1e-4
+
+METHODS = ("forward", "_conv_forward")
+CONVOLUTIONS: tuple[type[_ConvNd], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED: tuple[type[_ConvNd], ...] = (
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+
+class Candidate(NamedTuple):
+    """A layer class that may describe a module.
+
+    Attributes:
+        layer: the class.
+        shapes: the shapes of the inputs to compare on.
+        formula: computes what such a layer computes, from the module and its inputs.
+    """
+
+    layer: type[Layer]
+    shapes: tuple[tuple[int, ...], ...]
+    formula: Callable[[Any, Tensor], Tensor]
+
+
+# The class found for a module, or None, with the configuration that it was found for.
+_found: WeakKeyDictionary[nn.Module, tuple[object, type[Layer] | None]] = WeakKeyDictionary()
+
+
+def look_alike(module: nn.Module) -> Layer | None:
+    """Return the layer that computes what the module computes, or ``None`` if none is found.
+
+    The module is run once, unless its configuration changes; a frozen one is not run at all.
+    """
+    parameters = {role: p for role, p in module._parameters.items() if p is not None}
+    configuration = type(module), [(role, p.shape) for role, p in parameters.items()]
+    known = _found.get(module)
+    if known is None or known[0] != configuration:
+        if not any(p.requires_grad for p in parameters.values()):
+            return None
+        known = configuration, _search(module) if _can_be_run(module) else None
+        _found[module] = known
+    layer = known[1]
+    return None if layer is None else layer(module)
+
+
+def is_look_alike(module: nn.Module) -> bool:
+    """Return whether the layer of a module was found by running it."""
+    return module in _found and _found[module][1] is not None
+
+
+def _can_be_run(module: nn.Module) -> bool:
+    """Return whether only a weight, a bias and one argument decide about the module's output."""
+    own = {role for role, p in module._parameters.items() if p is not None}
+    others = [p for child in module.children() for p in child.parameters()]
+    if others or not {"weight"} <= own <= {"weight", "bias"}:
+        return False
+    # Methods that were replaced belong to the module itself, not to a copy of it.
+    attributes = module.__dict__.items()
+    if any(k in METHODS or getattr(v, "__self__", None) is module for k, v in attributes):
+        return False
+    # A SyncBatchNorm would wait for other processes.
+    if isinstance(module, (torch.jit.ScriptModule, nn.SyncBatchNorm)):
+        return False
+    try:
+        arguments = list(inspect.signature(type(module).forward).parameters)[1:]
+    except (TypeError, ValueError):
+        return False
+    # ConvTranspose*d has a second one, which only changes the size of the output.
+    return len(arguments) == 1 or arguments[1:] == ["output_size"]
+
+
+def _search(module: nn.Module) -> type[Layer] | None:
+    """Return the class of the first candidate whose formula the module computes, in both modes."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    with _without_traces():
+        try:
+            probe = _probe(module, generator)
+        except Exception:  # a module that cannot be copied
+            return None
+        candidates = _candidates(probe)
+        found = [each.layer for each in candidates if _computes(probe, each, generator)]
+    if {AffineLastLayer, AffineSecondLayer} <= set(found):
+        return None  # the place of the channels depends on the inputs
+    return found[0] if found else None
+
+
+@contextmanager
+def _without_traces() -> Iterator[None]:
+    """Compute without gradients and autocast, and restore the random state."""
+    state = random.getstate()
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.random.fork_rng(devices=[]),
+    ):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+
+
+def _candidates(module: nn.Module) -> Iterator[Candidate]:
+    """Yield the layers that the module's type and the shape of its weight allow."""
+    shape = tuple(module._parameters["weight"].shape)  # type: ignore[union-attr]
+    if isinstance(module, _ConvNd):
+        yield from _convolutions(module)
+    elif len(shape) == 2:
+        yield Candidate(LinearLayer, ((5, 3, shape[1]), (16, shape[1])), _linear)
+        yield Candidate(TransposedLinearLayer, ((5, 3, shape[0]), (16, shape[0])), _transposed)
+    elif len(shape) == 1 and shape[0] > 1:
+        yield from _affine_candidates(*shape)
+
+
+def _affine_candidates(channels: int) -> Iterator[Candidate]:
+    """Yield candidates for inputs of three and of four dimensions."""
+    # No other dimension has the size of the channels.
+    first, second, third = (n + (n >= channels) for n in (4, 5, 6))
+    for rest in ((second,), (second, third)):
+        last, middle = (first, *rest, channels), (first, channels, *rest)
+        yield Candidate(AffineLastLayer, (last,), partial(_affine, axis=-1))
+        yield Candidate(AffineSecondLayer, (middle,), partial(_affine, axis=1))
+
+
+def _affine(module: nn.Module, inputs: Tensor, axis: int) -> Tensor:
+    """Return scale · x̂ + shift + rest with the channels in a dimension.
+
+    Examples are processed one by one, so that a module that mixes them is recognised; that is
+    expected of batch normalisation only.
+    """
+    parts = affine_parts(module)
+    batches = (inputs,) if isinstance(module, _BatchNorm) else inputs.split(1)
+    normalised, rest = map(torch.cat, zip(*map(parts, batches), strict=True))
+    by_channel = normalised.movedim(axis, -1) * cast(Tensor, module._parameters["weight"])
+    assert by_channel.shape[-1] == normalised.shape[axis]  # no dimension was expanded
+    bias = module._parameters.get("bias")
+    by_channel = by_channel if bias is None else by_channel + bias
+    return by_channel.movedim(-1, axis) + rest
+
+
+def _linear(module: nn.Linear, inputs: Tensor) -> Tensor:
+    return F.linear(inputs, module.weight, module._parameters.get("bias"))
+
+
+def _transposed(module: nn.Linear, inputs: Tensor) -> Tensor:
+    bias = module._parameters.get("bias")
+    return inputs @ module.weight if bias is None else inputs @ module.weight + bias
+
+
+def _convolutions(module: _ConvNd) -> Iterator[Candidate]:
+    is_transposed = isinstance(module, _ConvTransposeNd)
+    stock = TRANSPOSED if is_transposed else CONVOLUTIONS
+    base = next((kind for kind in stock if isinstance(module, kind)), None)
+    if base is None:
+        return
+    extents = [d * (k - 1) + 1 for k, d in zip(module.kernel_size, module.dilation, strict=True)]
+    # Two sizes, so that the padding of "same" differs for most strides
+    shapes = tuple(
+        (2, module.in_channels, *(n + i + more for i, n in enumerate(extents))) for more in (1, 2)
+    )
+    layer = TransposedConvolutionLayer if is_transposed else ConvolutionLayer
+    yield Candidate(layer, shapes, base.forward)
+    if not is_transposed:
+        yield Candidate(SameConvolutionLayer, shapes, _same)
+
+
+def _same(module: _ConvNd, inputs: Tensor) -> Tensor:
+    function = (F.conv1d, F.conv2d, F.conv3d)[len(module.kernel_size) - 1]
+    padded = pad_same(inputs, module.kernel_size, module.stride, module.dilation)
+    options = module.stride, 0, module.dilation, module.groups
+    return function(padded, module.weight, module.bias, *options)
+
+
+def _computes(probe: nn.Module, candidate: Candidate, generator: torch.Generator) -> bool:
+    for shape in candidate.shapes:
+        inputs = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        for training in (True, False):
+            probe.train(training)
+            try:
+                expected = candidate.formula(probe, inputs)
+                # Not the call of the module, which would run hooks
+                outputs = type(probe).forward(probe, inputs.clone())
+            except Exception:  # inputs that the module does not accept
+                return False
+            if not isinstance(outputs, Tensor) or outputs.shape != expected.shape:
+                return False
+            difference = (outputs - expected).abs().max()
+            if not difference <= TOLERANCE * expected.abs().max():
+                return False
+    return True
+
+
+def _probe(module: nn.Module, generator: torch.Generator) -> nn.Module:
+    """Return a copy of a module on the CPU in float32, with random parameters.
+
+    They are random because initial values such as zero would hide what the module computes.
+    """
+    parameters: dict[str, nn.Parameter | None] = {}
+    for role, parameter in module._parameters.items():
+        if parameter is None:
+            parameters[role] = None
+        else:
+            values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            parameters[role] = nn.Parameter(values.uniform_(-1, 1, generator=generator))
+    probe = bare_copy(module)
+    vars(probe).update(_parameters=parameters)
+    return probe.to("cpu", torch.float32)
