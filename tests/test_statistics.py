@@ -633,22 +633,6 @@ def test_auxiliary_outputs_can_be_stacked_as_locations():
     assert set(optimizer.factors) == {"main", "aux"}
 
 
-def test_compiled_models_are_refused():
-    with pytest.raises(ValueError, match="compiled"):
-        kfc.KFC(torch.compile(net()))
-    inside = nn.Sequential(net(), nn.ReLU())
-    inside[0].compile(backend="eager")
-    with pytest.raises(ValueError, match="submodule '0' is compiled"):
-        kfc.KFC(inside)
-    later = net()
-    preconditioner = kfc.Preconditioner(later)
-    with pytest.raises(RuntimeError, match=r"compiled after"):
-        torch.compile(later, backend="eager")(batch()[0])
-    torch.compile(later.eval(), backend="eager")(batch()[0])
-    preconditioner.close()
-    torch.compile(later.train(), backend="eager")(batch()[0])
-
-
 def test_scripted_and_replicated_models_are_refused():
     with pytest.raises(ValueError, match="ScriptModule"):
         kfc.KFC(torch.jit.trace(nn.Linear(2, 2), torch.randn(1, 2)))

@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -328,16 +326,6 @@ def view_base(tensor: Tensor) -> Tensor | None:
     """Return the tensor that a tensor is a view of; ``None`` if it is no view, or if unknown."""
     base: Tensor | None = getattr(tensor, "_base", None)
     return base
-
-
-def outside_of_compiled_graphs(function: Function) -> Function:
-    """Return a function after marking it, so that compiled code breaks its graph to call it.
-
-    This is what ``torch.compiler.disable`` does, without the seconds that importing the compiler
-    takes. Versions of torch that ignore the mark compile the function with its caller.
-    """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
 
 
 def tree_leaves(tree: Any) -> list[Any]:

@@ -23,6 +23,7 @@ from kfc.fisher.calls import (
     suspended,
     without_autocast,
 )
+from kfc.fisher.compiled import eagerly
 from kfc.fisher.heads import Output, select_output
 from kfc.fisher.likelihoods import Likelihood, resolve_likelihood
 from kfc.layers import LinearLayer, MatrixLayer, find_layers, mixes_examples
@@ -244,7 +245,12 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """Run a model with autograd, without effect on its buffers, hooks and the random state."""
     buffers = SavedBuffers(model)
     try:
-        with suspended(), forked_random_state(accelerators_of(model)), torch.enable_grad():
+        with (
+            suspended(),
+            eagerly(),
+            forked_random_state(accelerators_of(model)),
+            torch.enable_grad(),
+        ):
             yield
     finally:
         buffers.restore()

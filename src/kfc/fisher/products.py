@@ -36,6 +36,7 @@ from kfc.fisher.calls import (
     suspended,
     without_autocast,
 )
+from kfc.fisher.compiled import eagerly
 from kfc.fisher.double_backward import SecondDerivativeError, changes_along
 from kfc.fisher.heads import LikelihoodChoice, Output, resolve_likelihoods, select_outputs
 from kfc.fisher.likelihoods import Likelihood, Weights
@@ -255,6 +256,7 @@ def _conditions(model: nn.Module, call: ModelCall) -> Iterator[None]:
     device = next(model.parameters()).device.type
     with (
         suspended(),
+        eagerly(),
         forked_random_state(accelerators_of(model), call.random_state),
         _attention_with_forward_mode(),
         _synchronised_with_forward_mode(model),

@@ -17,6 +17,7 @@ from kfc._helpers import (
     require_number,
     scaler_of,
 )
+from kfc.fisher.compiled import outside_of_compiled_graphs
 from kfc.layers import Plan
 from kfc.optimizers.access import CurvatureAccess
 from kfc.optimizers.averaging import (
@@ -209,6 +210,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         self._scaler = weakref.ref(scaler)
         return float(scaler.get_scale())
 
+    @outside_of_compiled_graphs(callees=True)
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, and forget the statistics of the backward passes they came from."""
         super().zero_grad(set_to_none)

@@ -25,6 +25,7 @@ from kfc.fisher.calls import (
     forked_random_state,
     suspended,
 )
+from kfc.fisher.compiled import eagerly
 from kfc.layers import MatrixLayer
 from kfc.moments.folding import unfolded_shape
 
@@ -114,7 +115,7 @@ def expected_work(engine: Engine, inputs: Any) -> dict[str, Work]:
     ]
     call, buffers = call_of(model, inputs), SavedBuffers(model)
     try:
-        with suspended(), torch.no_grad(), forked_random_state(accelerators_of(model)):
+        with suspended(), eagerly(), torch.no_grad(), forked_random_state(accelerators_of(model)):
             outputs = engine.collector.losses.select(model(*call.args, **call.kwargs))
     finally:
         buffers.restore()

@@ -25,6 +25,7 @@ from kfc.distributed.asynchronous import InverseRefresher
 from kfc.distributed.options import Parallel
 from kfc.distributed.ranked import make_reducer
 from kfc.fisher.calls import without_autocast
+from kfc.fisher.compiled import eager_module
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.fisher.losses import Losses
 from kfc.layers import Plan, find_layers
@@ -60,7 +61,7 @@ class Engine:
     The other arguments are those of ``kfc.Preconditioner``.
 
     Attributes:
-        model: the model without its DDP wrapper.
+        model: the model without the wrappers of DDP and ``torch.compile``.
         members: the parameters of the model.
         fallback: the layers that have lost their curvature for want of statistics.
         steps: the number of completed steps.
@@ -89,8 +90,8 @@ class Engine:
         parallel = parallel or Parallel()
         quiet = not options.needs_derivatives
         losses = Losses(likelihood, output, strict=strict, quiet=quiet)
-        model, self.reducer = make_reducer(model, parallel)
-        self.model = model
+        model, self.reducer = make_reducer(eager_module(model), parallel)
+        self.model = model = eager_module(model)
         plan = find_layers(model)
         reasons = {name: options.exclusion(layer) for name, layer in plan.layers.items()}
         excluded = {name: reason for name, reason in reasons.items() if reason}

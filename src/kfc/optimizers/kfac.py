@@ -11,6 +11,7 @@ from kfc._helpers import require_keys, require_number
 from kfc.curvature.damping import Damping
 from kfc.curvature.options import CurvatureChoice, resolve_curvature
 from kfc.distributed.options import Parallel
+from kfc.fisher.compiled import outside_of_compiled_graphs
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.damping import FactorDamping, ModelDamping
@@ -103,6 +104,7 @@ class KFAC(CurvatureOptimizer):
         self._last: dict[str, float | None] = {}
 
     @torch.no_grad()
+    @outside_of_compiled_graphs(callees=True)
     def step(  # type: ignore[override]
         self, closure: Callable[[], Tensor], held_out: Callable[[], Tensor] | None = None
     ) -> Tensor:

@@ -12,6 +12,7 @@ from kfc._helpers import moved, require_keys, require_number
 from kfc.curvature.damping import Damping
 from kfc.curvature.options import CurvatureChoice, resolve_curvature
 from kfc.distributed.options import Parallel
+from kfc.fisher.compiled import outside_of_compiled_graphs
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.fisher.products import ProductError
 from kfc.optimizers.base import CurvatureOptimizer
@@ -115,6 +116,7 @@ class KFC(CurvatureOptimizer):
         super().__init__(engine, defaults, groups, averaging_timescale, fallback_lr)
 
     @torch.no_grad()
+    @outside_of_compiled_graphs(callees=True)
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters once.
 

@@ -10,6 +10,7 @@ from kfc._helpers import require_number
 from kfc.curvature.damping import Damping
 from kfc.curvature.options import CurvatureChoice, resolve_curvature
 from kfc.distributed.options import Parallel
+from kfc.fisher.compiled import outside_of_compiled_graphs
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.access import CurvatureAccess
 from kfc.optimizers.engine import Engine
@@ -77,6 +78,7 @@ class Preconditioner(CurvatureAccess):
         )
 
     @torch.no_grad()
+    @outside_of_compiled_graphs(callees=True)
     def step(self, loss_scale: float = 1.0) -> bool:
         """Replace the gradients by natural gradients, in place, after ``loss.backward()``.
 

@@ -10,6 +10,7 @@ from kfc._helpers import at_least_float32, moved, require_keys, require_number, 
 from kfc.curvature.damping import Damping
 from kfc.curvature.options import Whitening
 from kfc.distributed.options import Parallel
+from kfc.fisher.compiled import outside_of_compiled_graphs
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.layers import MatrixLayer, Plan
 from kfc.optimizers.adam import SQUARE, STEP, normalise_
@@ -144,6 +145,7 @@ class WhitenedAdam(CurvatureOptimizer):
             self._rotation = OutputRotation(engine.plan, rotation_period, whitening.max_factor_size)
 
     @torch.no_grad()
+    @outside_of_compiled_graphs(callees=True)
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters once.
 

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from kfc._helpers import keeps_elements, keeps_graph, view_base
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.fisher.calls import without_autocast
+from kfc.fisher.compiled import outside_of_compiled_graphs
 from kfc.schedule import now
 
 
@@ -194,6 +195,7 @@ class RecordedPass:
     ) -> None:
         call.add(derivatives[output_nr], self.examples)
 
+    @outside_of_compiled_graphs(callees=True)
     def _on_user_backward(
         self, call: list[LayerCall], output_nr: int, derivatives: tuple[Tensor | None, ...]
     ) -> None:

@@ -16,6 +16,7 @@ from kfc.fisher.calls import (
     forked_random_state,
     without_autocast,
 )
+from kfc.fisher.compiled import eagerly
 from kfc.fisher.likelihoods import Likelihood, Weights
 from kfc.fisher.losses import Losses
 from kfc.layers import mixes_examples
@@ -106,6 +107,7 @@ class Draws:
         try:
             with (
                 forked_random_state(accelerators_of(model)),
+                eagerly(),
                 torch.enable_grad(),
                 # As in the recorded pass, whether autocast is on or off now
                 torch.autocast(device, call.autocast, enabled=call.autocast is not None),

@@ -5,6 +5,9 @@ forward pass; hooks on the layers record their calls in it; a second hook passes
 model's output to the collector. Nothing is recorded in evaluation mode (unless asked for), without
 gradients, outside the model's own forward (as when checkpointing recomputes a part of it), or while
 suspended.
+
+The hooks on the model run outside of the graphs of ``torch.compile``, those on layers are left out
+of them. A pass in which layers are needed runs eagerly.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ from torch.utils.hooks import RemovableHandle
 from kfc._helpers import (
     is_reentrant_checkpoint,
     is_transformed,
-    outside_of_compiled_graphs,
     tree_leaves,
 )
 from kfc.fisher.calls import (
@@ -32,6 +34,12 @@ from kfc.fisher.calls import (
     autocast_of,
     get_random_state,
     is_suspended,
+)
+from kfc.fisher.compiled import (
+    EagerPass,
+    forget_graphs_without_hooks,
+    outside_of_compiled_graphs,
+    refuse_compiled,
 )
 from kfc.layers import Layer
 from kfc.statistics.backward import RecordedPass
@@ -57,6 +65,7 @@ class ModelHooks:
         in_eval: bool = False,
     ) -> None:
         refuse_hidden_layers(model)
+        forget_graphs_without_hooks()
         self._in_eval = in_eval
         self._layers = dict(layers)
         self._collector = weakref.ref(collector)
@@ -64,52 +73,57 @@ class ModelHooks:
         # hooks return at once.
         self.needs_layers = False
         # Per thread: a model may be evaluated in one thread while another trains it.
-        self._thread = threading.local()
+        self.thread = threading.local()
         # The layers whose modules run, and those that run without them.
         self._ran: set[str] = set()
         self._functional: set[str] = set()
         self._handles: list[RemovableHandle] = []
         me = weakref.ref(self)
-        self._add(model.register_forward_pre_hook, _Hook(me, "_before_model"))
+        self._add(model.register_forward_pre_hook, _ModelHook(me, "_before_model"))
         for name, layer in self._layers.items():
             for module in layer.modules:
                 self._add(module.register_forward_hook, _LayerHook(me, "_after_layer", name))
         # Last, because hooks run in the order of registration and the model may be a layer itself.
-        self._add(model.register_forward_hook, _Hook(me, "_after_model"), always_call=True)
+        self._add(model.register_forward_hook, _ModelHook(me, "_after_model"), always_call=True)
         self.close = weakref.finalize(self, _remove_all, self._handles)
 
     def _add(self, register: Callable[..., RemovableHandle], hook: _Hook, **options: bool) -> None:
         self._handles.append(register(hook, with_kwargs=True, **options))
 
     def _before_model(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        self._thread.running, self._thread.recorded = False, None
+        interrupted: EagerPass | None = getattr(self.thread, "eager", None)
+        if interrupted is not None:
+            interrupted.drop()
+        self.thread.running, self.thread.recorded, self.thread.eager = False, None, None
         collector = self._collector()
         if collector is not None and collector.draws.replayed is not None:
             self._record_in(collector.draws.replayed)
-            self.needs_layers = True
+            self.needs_layers = True  # the pass is eager already
             return
         if collector is None or not (model.training or self._in_eval):
             return
         if not torch.is_grad_enabled() or is_transformed():  # no plain backward can follow
             return
-        self._thread.running = True
-        self._thread.random_state = None
+        self.thread.running = True
+        self.thread.random_state = None
         if collector.records_random_state:
-            self._thread.random_state = get_random_state(accelerators_of(model))
+            self.thread.random_state = get_random_state(accelerators_of(model))
         self._record_in(collector.new_pass(_first_size(args, kwargs)))
-        self.needs_layers = self._thread.recorded is not None or collector.replays.are_active
+        self.needs_layers = self.thread.recorded is not None or collector.replays.are_active
+        if self.needs_layers:
+            self.thread.eager = EagerPass()
 
     def _record_in(self, recorded: RecordedPass | None) -> None:
         """Record the pass that begins, also calls of layers without their modules."""
-        self._thread.recorded, self._thread.calls = recorded, None
+        self.thread.recorded, self.thread.calls = recorded, None
         if recorded is not None and (self._functional or not self._ran.issuperset(recorded.wanted)):
-            self._thread.calls = calls = FunctionalCalls(recorded, self._layers)
+            self.thread.calls = calls = FunctionalCalls(recorded, self._layers)
             calls.__enter__()  # type: ignore[no-untyped-call]
 
     def _end_calls(self) -> None:
-        calls: FunctionalCalls | None = getattr(self._thread, "calls", None)
+        calls: FunctionalCalls | None = getattr(self.thread, "calls", None)
         if calls is not None:
-            self._thread.calls = None
+            self.thread.calls = None
             calls.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             calls.record_waiting()
             self._functional |= calls.found
@@ -117,24 +131,24 @@ class ModelHooks:
     def _after_layer(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        recorded: RecordedPass | None = getattr(self._thread, "recorded", None)
-        if recorded is None and getattr(self._thread, "running", False):
+        recorded: RecordedPass | None = getattr(self.thread, "recorded", None)
+        if recorded is None and getattr(self.thread, "running", False):
             collector = self._collector()
             if collector is not None and isinstance(output, Tensor):
                 collector.replays.note_output(name, output.numel())
         if recorded is None or name not in recorded.wanted or not self._layers[name].trained():
             return
-        if self._thread.calls is not None:
-            self._thread.calls.drop_waiting(name)
+        if self.thread.calls is not None:
+            self.thread.calls.drop_waiting(name)
         self._ran.add(name)
         inputs = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
         recorded.record(name, inputs, output)
 
     def _after_model(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        recorded: RecordedPass | None = getattr(self._thread, "recorded", None)
-        running = getattr(self._thread, "running", False)
+        recorded: RecordedPass | None = getattr(self.thread, "recorded", None)
+        running = getattr(self.thread, "running", False)
         self._end_calls()
-        self._thread.running, self._thread.recorded = False, None
+        self.thread.running, self.thread.recorded = False, None
         collector = self._collector()
         failed = output is None and sys.exc_info()[0] is not None
         if collector is None or not running:
@@ -144,7 +158,7 @@ class ModelHooks:
             return
         if recorded is not None and recorded.without_gradient:
             _refuse_reentrant_checkpointing(recorded.without_gradient, output)
-        call = ModelCall(args, kwargs, autocast_of(model), self._thread.random_state)
+        call = ModelCall(args, kwargs, autocast_of(model), self.thread.random_state)
         collector.end_pass(call, output, recorded)
 
 
@@ -160,11 +174,8 @@ class _Hook:
         self.method = method
         self.first = first
 
+    @outside_of_compiled_graphs(callees=True)
     def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling():
-            if self.method == "_before_model" and args[0].training:
-                _refuse_compiled()
-            return
         owner = self.owner()
         if owner is not None and not is_suspended():
             getattr(owner, self.method)(*self.first, *args)
@@ -173,13 +184,36 @@ class _Hook:
         return _Hook, (_nothing, "")
 
 
+class _ModelHook(_Hook):
+    """A hook on the model, which begins or ends an eager pass."""
+
+    # Without its callees: what the compiler does in the rest of the pass would be restored.
+    @outside_of_compiled_graphs(callees=False)
+    def __call__(self, *args: Any) -> None:
+        owner = None if torch.compiler.is_compiling() else self.owner()  # as in torch.export
+        if owner is None:
+            return
+        if self.method == "_before_model":
+            _Hook.__call__(self, *args)
+            eager = getattr(owner.thread, "eager", None)
+            if eager is not None:
+                eager.begin()
+            return
+        eager = getattr(owner.thread, "eager", None)
+        try:
+            _Hook.__call__(self, *args)
+        finally:
+            if eager is not None:
+                eager.end()
+
+
 class _LayerHook(_Hook):
     """A hook on a layer, most calls of which have nothing to do."""
 
     def __call__(self, *args: Any) -> None:
         owner = None if torch.compiler.is_compiling() else self.owner()
         if owner is not None and owner.needs_layers:
-            super().__call__(*args)
+            _Hook.__call__(self, *args)
 
 
 def _first_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -212,21 +246,7 @@ def refuse_hidden_layers(model: nn.Module) -> None:
             raise ValueError(
                 f"{where} is a ScriptModule, whose layers hooks cannot see; pass the eager module"
             )
-        compiled = getattr(module, "_compiled_call_impl", None) is not None
-        if compiled or type(module).__name__ == "OptimizedModule":
-            raise ValueError(
-                f"{where} is compiled, which hides its layers from hooks; pass the module "
-                "without torch.compile"
-            )
-
-
-@outside_of_compiled_graphs  # so that the error is raised when the model runs
-def _refuse_compiled() -> None:
-    raise RuntimeError(
-        "the model was compiled after its kfc optimizer was made: torch.compile hides its layers "
-        "from the hooks that gather statistics; train the eager module (a compiled one may "
-        "evaluate), or call optimizer.close() first"
-    )
+    refuse_compiled(model)
 
 
 def _refuse_reentrant_checkpointing(layers: Iterable[str], output: Any) -> None:

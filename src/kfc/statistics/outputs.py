@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from kfc._helpers import graph_task, tree_leaves, tree_map
+from kfc.fisher.compiled import outside_of_compiled_graphs
 from kfc.fisher.heads import Output
 from kfc.statistics.backward import viewed
 
@@ -64,6 +65,7 @@ class _OncePerBackward:
         self._shape = shape
         self._last: int | None = None
 
+    @outside_of_compiled_graphs(callees=True)
     def __call__(self, derivative: Tensor) -> None:
         current = graph_task()
         if current is None or current != self._last:

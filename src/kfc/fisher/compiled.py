@@ -1,0 +1,130 @@
+"""Eager passes of models that ``torch.compile`` has compiled.
+
+Hooks see the layers of a model, and forward mode differentiates it, only while it runs eagerly.
+Nothing here imports the compiler, which takes seconds, unless the user has done so.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+try:
+    from torch._C._dynamo import eval_frame as _frames
+
+    _SKIP, _DEFAULT = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
+    _SKIPS = {both: _frames._FrameExecStrategy(_SKIP, both) for both in (_SKIP, _DEFAULT)}
+    _frames.set_code_exec_strategy, _frames.set_eval_frame  # noqa: B018 - both are needed
+except (AttributeError, ImportError):  # another version of torch
+    _frames = None  # type: ignore[assignment]
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise ``ValueError`` if a part of the model is compiled and torch cannot run it eagerly."""
+    for name, module in model.named_modules():
+        if _frames is None and (is_wrapper(module) or _is_compiled(module)):
+            where = f"submodule {name!r}" if name else "the model"
+            raise ValueError(
+                f"{where} is compiled, and this version of torch cannot run it eagerly when "
+                "statistics are due; pass the module without torch.compile"
+            )
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Return whether a module is what ``torch.compile`` returns for another module."""
+    return type(module).__name__ == "OptimizedModule"
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def eager_module(module: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile`` was given, or the module itself."""
+    while is_wrapper(module):
+        module = module._orig_mod  # type: ignore[assignment]
+    return module
+
+
+def outside_of_compiled_graphs(*, callees: bool) -> Callable[[Function], Function]:
+    """Return a decorator of functions that are never compiled; compiled code calls them.
+
+    This is what ``torch.compiler.disable`` does, which imports the compiler.
+
+    Args:
+        callees: whether the functions that it calls are not compiled either.
+    """
+
+    def mark(function: Function) -> Function:
+        if _frames is not None:
+            strategy = _SKIPS[_SKIP if callees else _DEFAULT]
+            _frames.set_code_exec_strategy(function.__code__, strategy)
+            function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Run models eagerly in this context, compiled or not."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def forget_graphs_without_hooks() -> None:
+    """Let containers such as ``nn.Sequential`` be compiled again if they are wrapped.
+
+    torch compiles the hooks of such a module with it, and assumes that none are added later.
+    """
+    utilities = sys.modules.get("torch._dynamo.external_utils")
+    wrap: Callable[[object], Any] | None = getattr(utilities, "wrap_inline", None)
+    if _frames is not None and wrap is not None:
+        _frames.reset_code(wrap(eagerly).__code__)  # the code is the same for all modules
+
+
+class EagerPass:
+    """Runs a forward pass eagerly that compiled code may have begun.
+
+    A hook before the pass calls ``begin()``, one after it ``end()``. Both hooks, but not all that
+    they call, have to be outside of compiled graphs.
+    """
+
+    def __init__(self) -> None:
+        self._callback: Any = None
+        self._context: AbstractContextManager[None] | None = None
+
+    @outside_of_compiled_graphs(callees=False)
+    def begin(self) -> None:
+        if _frames is not None:
+            self._callback = _frames.set_eval_frame(None)  # of the compiled code around the pass
+        # Parts of the model may be compiled on their own.
+        self._context = eagerly()
+        self._context.__enter__()
+
+    @outside_of_compiled_graphs(callees=False)
+    def end(self) -> None:
+        if self._context is None:
+            return
+        self.drop()
+        if _frames is None:
+            return
+        # With fullgraph=True, compiled code raises an error unless it has run a graph.
+        count = getattr(_frames, "set_fullgraph_compiled_frame_count", None)
+        if count is not None and count(-1) >= 0:
+            count(1)
+        _frames.set_eval_frame(self._callback)
+
+    def drop(self) -> None:
+        """End a pass that was interrupted, after which compiled code has ended, too."""
+        context, self._context = self._context, None
+        if context is not None:
+            context.__exit__(None, None, None)
