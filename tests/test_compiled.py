@@ -166,6 +166,15 @@ def test_model_that_ran_before_its_optimizer_was_made(way, network, graphs):
     assert_close(model.state_dict(), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_models_that_are_alike_without_an_optimizer(graphs):
+    other = torch.compile(seeded(sequential), backend=graphs)
+    compiled, optimizer = wrapped_before(seeded(sequential), kfc.KFC, graphs)
+    other(torch.randn(64, 2, 4, 4)).sum().backward()
+    train(compiled, optimizer, steps=8)
+    expected = eager_result(sequential, kfc.KFC, steps=8)
+    assert_close(compiled._orig_mod.state_dict(), expected, rtol=1e-4, atol=1e-5)
+
+
 def wrap_part(model, graphs):
     model.conv = torch.compile(model.conv, backend=graphs)
 

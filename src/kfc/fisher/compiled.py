@@ -80,15 +80,18 @@ def eagerly() -> Iterator[None]:
         yield
 
 
-def forget_graphs_without_hooks() -> None:
-    """Let containers such as ``nn.Sequential`` be compiled again if they are wrapped.
+def guard_hooks() -> None:
+    """Let compiled graphs of modules without hooks not run for modules with hooks.
 
-    torch compiles the hooks of such a module with it, and assumes that none are added later.
+    torch compiles the hooks of containers such as ``nn.Sequential`` with them if they are wrapped,
+    and assumes by default that hooks are never added, and are the same for modules that are alike.
     """
-    utilities = sys.modules.get("torch._dynamo.external_utils")
-    wrap: Callable[[object], Any] | None = getattr(utilities, "wrap_inline", None)
-    if _frames is not None and wrap is not None:
-        _frames.reset_code(wrap(eagerly).__code__)  # the code is the same for all modules
+    from torch._dynamo import config, external_utils  # which torch.optim imports, too
+
+    config.skip_nnmodule_hook_guards = False
+    if _frames is not None:
+        # Graphs from before; the code is the same for all such modules.
+        _frames.reset_code(external_utils.wrap_inline(eagerly).__code__)
 
 
 class EagerPass:

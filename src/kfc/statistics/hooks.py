@@ -37,7 +37,7 @@ from kfc.fisher.calls import (
 )
 from kfc.fisher.compiled import (
     EagerPass,
-    forget_graphs_without_hooks,
+    guard_hooks,
     outside_of_compiled_graphs,
     refuse_compiled,
 )
@@ -65,7 +65,7 @@ class ModelHooks:
         in_eval: bool = False,
     ) -> None:
         refuse_hidden_layers(model)
-        forget_graphs_without_hooks()
+        guard_hooks()
         self._in_eval = in_eval
         self._layers = dict(layers)
         self._collector = weakref.ref(collector)
@@ -73,7 +73,7 @@ class ModelHooks:
         # hooks return at once.
         self.needs_layers = False
         # Per thread: a model may be evaluated in one thread while another trains it.
-        self.thread = threading.local()
+        self._thread = threading.local()
         # The layers whose modules run, and those that run without them.
         self._ran: set[str] = set()
         self._functional: set[str] = set()
@@ -91,10 +91,10 @@ class ModelHooks:
         self._handles.append(register(hook, with_kwargs=True, **options))
 
     def _before_model(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        interrupted: EagerPass | None = getattr(self.thread, "eager", None)
+        interrupted = self.eager_pass()
         if interrupted is not None:
             interrupted.drop()
-        self.thread.running, self.thread.recorded, self.thread.eager = False, None, None
+        self._thread.running, self._thread.recorded, self._thread.eager = False, None, None
         collector = self._collector()
         if collector is not None and collector.draws.replayed is not None:
             self._record_in(collector.draws.replayed)
@@ -104,26 +104,31 @@ class ModelHooks:
             return
         if not torch.is_grad_enabled() or is_transformed():  # no plain backward can follow
             return
-        self.thread.running = True
-        self.thread.random_state = None
+        self._thread.running = True
+        self._thread.random_state = None
         if collector.records_random_state:
-            self.thread.random_state = get_random_state(accelerators_of(model))
+            self._thread.random_state = get_random_state(accelerators_of(model))
         self._record_in(collector.new_pass(_first_size(args, kwargs)))
-        self.needs_layers = self.thread.recorded is not None or collector.replays.are_active
+        self.needs_layers = self._thread.recorded is not None or collector.replays.are_active
         if self.needs_layers:
-            self.thread.eager = EagerPass()
+            self._thread.eager = EagerPass()
+
+    @outside_of_compiled_graphs(callees=False)
+    def eager_pass(self) -> EagerPass | None:
+        """Return what makes the pass of this thread eager; ``None`` if it may be compiled."""
+        return getattr(self._thread, "eager", None)
 
     def _record_in(self, recorded: RecordedPass | None) -> None:
         """Record the pass that begins, also calls of layers without their modules."""
-        self.thread.recorded, self.thread.calls = recorded, None
+        self._thread.recorded, self._thread.calls = recorded, None
         if recorded is not None and (self._functional or not self._ran.issuperset(recorded.wanted)):
-            self.thread.calls = calls = FunctionalCalls(recorded, self._layers)
+            self._thread.calls = calls = FunctionalCalls(recorded, self._layers)
             calls.__enter__()  # type: ignore[no-untyped-call]
 
     def _end_calls(self) -> None:
-        calls: FunctionalCalls | None = getattr(self.thread, "calls", None)
+        calls: FunctionalCalls | None = getattr(self._thread, "calls", None)
         if calls is not None:
-            self.thread.calls = None
+            self._thread.calls = None
             calls.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             calls.record_waiting()
             self._functional |= calls.found
@@ -131,24 +136,24 @@ class ModelHooks:
     def _after_layer(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        recorded: RecordedPass | None = getattr(self.thread, "recorded", None)
-        if recorded is None and getattr(self.thread, "running", False):
+        recorded: RecordedPass | None = getattr(self._thread, "recorded", None)
+        if recorded is None and getattr(self._thread, "running", False):
             collector = self._collector()
             if collector is not None and isinstance(output, Tensor):
                 collector.replays.note_output(name, output.numel())
         if recorded is None or name not in recorded.wanted or not self._layers[name].trained():
             return
-        if self.thread.calls is not None:
-            self.thread.calls.drop_waiting(name)
+        if self._thread.calls is not None:
+            self._thread.calls.drop_waiting(name)
         self._ran.add(name)
         inputs = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
         recorded.record(name, inputs, output)
 
     def _after_model(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        recorded: RecordedPass | None = getattr(self.thread, "recorded", None)
-        running = getattr(self.thread, "running", False)
+        recorded: RecordedPass | None = getattr(self._thread, "recorded", None)
+        running = getattr(self._thread, "running", False)
         self._end_calls()
-        self.thread.running, self.thread.recorded = False, None
+        self._thread.running, self._thread.recorded = False, None
         collector = self._collector()
         failed = output is None and sys.exc_info()[0] is not None
         if collector is None or not running:
@@ -158,7 +163,7 @@ class ModelHooks:
             return
         if recorded is not None and recorded.without_gradient:
             _refuse_reentrant_checkpointing(recorded.without_gradient, output)
-        call = ModelCall(args, kwargs, autocast_of(model), self.thread.random_state)
+        call = ModelCall(args, kwargs, autocast_of(model), self._thread.random_state)
         collector.end_pass(call, output, recorded)
 
 
@@ -195,11 +200,11 @@ class _ModelHook(_Hook):
             return
         if self.method == "_before_model":
             _Hook.__call__(self, *args)
-            eager = getattr(owner.thread, "eager", None)
+            eager = owner.eager_pass()
             if eager is not None:
                 eager.begin()
             return
-        eager = getattr(owner.thread, "eager", None)
+        eager = owner.eager_pass()
         try:
             _Hook.__call__(self, *args)
         finally:
