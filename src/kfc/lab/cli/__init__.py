@@ -49,7 +49,7 @@ class RankZeroGroup(TyperGroup):
                 print_usage_error(error)
             else:
                 time.sleep(SECONDS_FOR_MESSAGE_OF_RANK_0)
-            code = error.exit_code
+            code = getattr(error, "exit_code", 1)
         sys.exit(code)
 
 
