@@ -55,9 +55,9 @@ def trainer(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=5, help="steps of each method in a round")
     parser.add_argument("--threads", type=int)
     options = parser.parse_args()
