@@ -100,7 +100,7 @@ class Mixed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(7, 4)
+        self.embedding = nn.Embedding(7, 4, max_norm=100.0)
         self.scale = nn.Parameter(torch.ones(4))
         self.norm = nn.LayerNorm(4)
         self.normed = weight_norm(nn.Linear(4, 4))
@@ -147,7 +147,7 @@ def test_other_parameters_follow_the_plain_gradient_in_their_own_group():
     text = optimizer.describe()
     assert "attention reads this weight" in text
     assert "parametrised" in text
-    assert "no layer class for Embedding" in text
+    assert "Embedding with max_norm=100.0" in text
 
 
 def test_describe_names_every_parameter(capsys):

@@ -176,7 +176,7 @@ def factored_layers(model: nn.Module) -> dict[str, MatrixLayer]:
     return {
         name: layer
         for name, layer in find_layers(model).layers.items()
-        if isinstance(layer, MatrixLayer) and layer.trained()
+        if isinstance(layer, MatrixLayer) and layer.trained() and not layer.one_hot
     }
 
 

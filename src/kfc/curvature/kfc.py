@@ -77,9 +77,10 @@ class KroneckerCurvature(LayerCurvature):
         return Factors(*(whole(each).to(self.layer.dtype) for each in (activation, derivative)))
 
     def are_wide(self) -> tuple[bool, bool]:
-        """Return whether Ω and Γ are kept as diagonals because they are wide."""
+        """Return whether Ω and Γ are kept as diagonals, because they are wide or Ω is diagonal."""
         activation, derivative = self.layer.factor_sizes()
-        return activation > self.max_factor_size, derivative > self.max_factor_size
+        is_wide = activation > self.max_factor_size
+        return is_wide or self.layer.one_hot, derivative > self.max_factor_size
 
     def factor_shapes(self) -> tuple[Shape, Shape]:
         """Return the shapes of Ω and Γ."""
@@ -149,6 +150,8 @@ class KroneckerCurvature(LayerCurvature):
     # What users see
 
     def note(self) -> str:
+        if self.layer.one_hot:
+            return "the activation factor of one-hot rows is diagonal"
         names = zip(Factors._fields, self.are_wide(), strict=True)
         wide = " and ".join(name for name, is_wide in names if is_wide)
         return wide and f"{wide} factor wider than {self.max_factor_size}: diagonal only"
@@ -193,8 +196,10 @@ class FactorStatistics(LayerStatistics):
 
     def forward(self, inputs: Tensor, outputs: Tensor) -> list[tuple[Any, ...]]:
         """Return the call's ``activation_sums()``, in a list that ``backward`` empties."""
-        dtype = self._product_dtype(0, outputs)
-        return [self.activation_sums(inputs.detach().to(dtype), outputs)]
+        inputs = inputs.detach()
+        if not self.layer.one_hot:  # whose inputs are indices
+            inputs = inputs.to(self._product_dtype(0, outputs))
+        return [self.activation_sums(inputs, outputs)]
 
     def _product_dtype(self, side: int, outputs: Tensor) -> torch.dtype:
         """Return the dtype of the products for Ω (0) or Γ (1), given a call's outputs."""

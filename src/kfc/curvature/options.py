@@ -153,8 +153,9 @@ class Kronecker(FactorApproximation):
         return self.inverse
 
     def for_matrix(self, layer: MatrixLayer) -> LayerCurvature:
+        kind = KroneckerCurvature if layer.one_hot else self.curvature
         inverse = INVERSES[self.inverse]
-        return self.curvature(layer, inverse, self.max_factor_size, self.inverse_error)
+        return kind(layer, inverse, self.max_factor_size, self.inverse_error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +191,8 @@ class EKFAC(FactorApproximation):
     name: ClassVar[str] = "ekfac"
 
     def for_matrix(self, layer: MatrixLayer) -> LayerCurvature:
+        if layer.one_hot:
+            return KroneckerCurvature(layer, INVERSES["eigen"], self.max_factor_size)
         return EKFACCurvature(layer, MeasuredInverse, self.max_factor_size)
 
 
@@ -204,6 +207,8 @@ class Diagonal(Approximation):
     name: ClassVar[str] = "diagonal"
 
     def for_matrix(self, layer: MatrixLayer) -> LayerCurvature:
+        if layer.one_hot:
+            return KroneckerCurvature(layer, INVERSES["factored"], max_factor_size=0)
         return DiagonalCurvature(layer)
 
 
@@ -236,7 +241,8 @@ class Whitening(FactorApproximation):
 
     def exclusion(self, layer: Layer) -> str | None:
         if isinstance(layer, MatrixLayer):
-            return None
+            # Adam scales the rows by itself.
+            return "its inputs are not correlated" if layer.one_hot else None
         return f"{type(layer.module).__name__} does not multiply its inputs by a matrix"
 
     def for_matrix(self, layer: MatrixLayer) -> LayerCurvature:

@@ -23,12 +23,14 @@ from kfc.layers.convolution import (
     SameConvolutionLayer,
     TransposedConvolutionLayer,
 )
+from kfc.layers.embedding import EmbeddingLayer
 from kfc.layers.look_alikes import is_look_alike
 from kfc.layers.normalisation import mixes_examples
 from kfc.layers.registry import PlainGradient, Plan, find_layers, layer_for
 
 __all__ = [
     "ConvolutionLayer",
+    "EmbeddingLayer",
     "Layer",
     "LinearLayer",
     "MatrixLayer",

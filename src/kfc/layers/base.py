@@ -68,6 +68,8 @@ class MatrixLayer(Layer):
     """
 
     roles: ClassVar[tuple[str, ...]] = ("bias", "weight")
+    #: Whether inputs are indices of one-hot rows, so that Ω is diagonal.
+    one_hot: ClassVar[bool] = False
 
     @property
     def groups(self) -> int:

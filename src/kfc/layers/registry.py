@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from kfc.layers.base import Layer, LinearLayer
 from kfc.layers.convolution import ConvolutionLayer, TransposedConvolutionLayer
+from kfc.layers.embedding import EmbeddingLayer
 from kfc.layers.look_alikes import METHODS, look_alike
 from kfc.layers.normalisation import (
     BatchNormLayer,
@@ -38,6 +39,14 @@ def layer_for(module: nn.Module) -> Layer | PlainGradient:
 @layer_for.register(NonDynamicallyQuantizableLinear)
 def _(module: nn.Module) -> PlainGradient:
     return PlainGradient("attention reads this weight without calling the module")
+
+
+@layer_for.register(nn.Embedding)
+def _(module: nn.Embedding) -> Layer | PlainGradient:
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            return PlainGradient(f"{type(module).__name__} with {option}={getattr(module, option)}")
+    return EmbeddingLayer(module)
 
 
 LAYERS: dict[type[Layer], tuple[type[nn.Module], ...]] = {

@@ -229,6 +229,8 @@ def costs_of_layer(curvature: LayerCurvature, work: Work, columns: Columns | Non
     maps = inputs / layer.offsets
     # Pairs of offsets with different distances are a few times as many as offsets.
     moment = groups * maps**2 * min(layer.offsets**2, HANDICAP * 4 * layer.offsets) / 2
+    # One-hot rows select rows of the weight, and are counted.
+    multiplied, moment = (0, 0) if layer.one_hot else (product, moment)
     folded = [shape for shape in curvature.running_shapes() if shape != unfolded_shape(shape)]
     averaging = AVERAGING * sum(math.prod(unfolded_shape(shape)) for shape in folded)
     kept = curvature.inverse_shapes(curvature.inverse_widths(columns))
@@ -239,8 +241,8 @@ def costs_of_layer(curvature: LayerCurvature, work: Work, columns: Columns | Non
             passes_of_matrix = 1 if shape[-1] == shape[-2] else 2
             solves += groups * shape[-1] * shape[-2] * passes_of_matrix * vectors
     return Costs(
-        plain=3 * work.rows * product,
-        statistics=rows * (passes * product + moment + groups * outputs**2 / 2) + averaging,
+        plain=3 * work.rows * multiplied,
+        statistics=rows * (passes * multiplied + moment + groups * outputs**2 / 2) + averaging,
         inverses=HANDICAP * layer_size(curvature, columns).operations,
         natural_gradient=solves + MOVING * product,
     )

@@ -83,7 +83,7 @@ class Replays:
         fewest = float(FEWEST_EXAMPLES)
         for name, count in elements.items():
             layer = self._curvature.layers[name].layer
-            if isinstance(layer, MatrixLayer):
+            if isinstance(layer, MatrixLayer) and not layer.one_hot:
                 width, outputs = layer.factor_sizes()
                 rows = count / (outputs * layer.groups * examples)
                 fewest = max(fewest, ROWS_PER_WIDTH * width / rows)

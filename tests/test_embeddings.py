@@ -1,0 +1,136 @@
+"""Embeddings, compared with linear layers on one-hot rows, in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kfc
+from kfc.layers import find_layers
+from reference import fitting_loss
+from test_layers import Locations, after_one_batch
+
+pytestmark = pytest.mark.usefixtures("double")
+EXACT = kfc.Kronecker(fisher="exact")
+
+
+class OneHot(nn.Module):
+    """What an embedding computes, by a linear layer."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.linear = nn.Linear(*embedding.weight.shape, bias=False)
+        self.linear.weight = nn.Parameter(embedding.weight.detach().T.clone())
+        self.padding = embedding.padding_idx
+
+    def forward(self, indices):
+        rows = F.one_hot(indices, self.linear.in_features).to(self.linear.weight)
+        if self.padding is not None:
+            rows[..., self.padding] = 0
+        return self.linear(rows)
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("shape", [(5,), (4, 3), (4, 2, 2)])
+@pytest.mark.parametrize("max_factor_size", [3, 100])
+def test_factors_and_natural_gradient(padding, shape, max_factor_size):
+    embedding = nn.Embedding(7, 3, padding_idx=padding)
+    if padding is not None:
+        nn.init.zeros_(embedding.weight[padding])
+    stock, indices = OneHot(embedding), torch.randint(7, shape)
+    indices.flatten()[:2] = 2
+    head = Locations(embedding(indices))
+    options = {"curvature": kfc.Kronecker(fisher="exact", max_factor_size=max_factor_size)}
+    mine = after_one_batch(nn.Sequential(embedding, head), indices, damping=0.1, **options)
+    loss = fitting_loss(nn.Sequential(stock, head)(indices))
+    (gradient,) = torch.autograd.grad(loss, stock.linear.weight)
+    expected = after_one_batch(nn.Sequential(stock, head), indices, EXACT).factors["0.linear"]
+    found = mine.factors["0"]
+    assert found.activation.shape == (7,)
+    # The dense Ω of the linear layer is diagonal, and nothing is lost.
+    torch.testing.assert_close(torch.diag(found.activation), expected.activation)
+    torch.testing.assert_close(found.derivative, expected.derivative)
+    ratio = (expected.activation.trace() / 7) / (expected.derivative.trace() / 3)
+    pi, root = ratio.sqrt(), 0.1**0.5
+    dense = torch.kron(
+        expected.activation + pi * root * torch.eye(7),
+        expected.derivative + root / pi * torch.eye(3),
+    )
+    solution = torch.linalg.solve(dense, gradient.T.flatten())
+    torch.testing.assert_close(embedding.weight.grad.flatten(), solution)
+
+
+@pytest.mark.parametrize(
+    "curvature", ["kfc", "sua", "prong", "ekfac", "diagonal", kfc.Kronecker(inverse="eigen")]
+)
+def test_every_curvature_trains_embeddings(curvature):
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Flatten(), nn.Linear(6, 7))
+    indices, targets = torch.randint(7, (20, 2)), torch.randint(7, (20,))
+    optimizer = kfc.KFC(model, lr=0.3, curvature=curvature)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(indices), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert optimizer.factors["0"].activation.shape == (7,)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_the_rows_of_absent_indices_do_not_move():
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Flatten(), nn.Linear(6, 4))
+    before = model[0].weight.detach().clone()
+    optimizer = kfc.KFC(model, lr=0.1)
+    fitting_loss(model(torch.randint(1, 5, (8, 2)))).backward()
+    optimizer.step()
+    moved = (model[0].weight != before).any(1)
+    assert not moved[[0, 5, 6]].any()
+    assert moved.any()
+
+
+def test_large_indices_are_exact():
+    """In float16 and in bfloat16, indices above 2048 and 256 would be rounded."""
+    module = nn.Embedding(3000, 2, dtype=torch.bfloat16)
+    layer = find_layers(nn.Sequential(module)).layers["0"]
+    indices = torch.tensor([2999, 2999, 2049])
+    counts = layer.activation_moment(indices, homogeneous=False, diagonal=True)
+    assert counts.shape == (1, 3000)
+    assert counts[0, 2999] == 2
+    assert counts[0, 2049] == 1
+    assert counts.sum() == 3
+
+
+def test_rows_and_their_moments_agree():
+    layer = find_layers(nn.Sequential(nn.Embedding(5, 2, padding_idx=1))).layers["0"]
+    indices = torch.tensor([[0, 1, 4], [4, 4, 2]])
+    rows = layer.activation_rows(indices)
+    dense = layer.activation_moment(indices, homogeneous=False, diagonal=False)
+    torch.testing.assert_close(dense, rows.mT @ rows)
+    torch.testing.assert_close(
+        layer.activation_moment(indices, homogeneous=False, diagonal=True),
+        torch.tensor([[1.0, 0, 1, 0, 3]]),
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
+)
+def test_options_that_change_the_gradient_are_left_to_the_plain_gradient(options):
+    plan = find_layers(nn.Sequential(nn.Embedding(5, 3, **options)))
+    assert next(iter(options)) in plan.plain["0.weight"]
+
+
+def test_an_embedding_costs_no_product_with_its_width():
+    """Otherwise the overhead of its statistics would postpone those of all layers."""
+    wide = nn.Sequential(nn.Embedding(5000, 4), nn.Flatten(), nn.Linear(8, 3))
+    narrow = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, 3))
+    indices = torch.randint(5, (64, 2))
+    costs = []
+    for model in (wide, narrow):
+        optimizer = kfc.KFC(model)
+        fitting_loss(model(indices)).backward()
+        optimizer.step()
+        costs.append(optimizer.engine.allowance.costs)
+    assert costs[0].plain == costs[1].plain
+    assert costs[0].statistics == costs[1].statistics
