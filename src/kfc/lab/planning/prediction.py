@@ -19,7 +19,7 @@ from kfc.curvature.layer import LayerCurvature
 from kfc.distributed.exchange import statistics_bytes
 from kfc.distributed.inverses import layer_size
 from kfc.distributed.options import PLACEMENTS, PlacementKind
-from kfc.distributed.placement import Placement, place
+from kfc.distributed.placement import LayerSize, Placement, place
 from kfc.lab.planning.machine import Machine
 from kfc.optimizers.clipping import LONGEST_GAP
 from kfc.optimizers.costs import Costs, Work, costs_of_layer, expected_work
@@ -115,17 +115,8 @@ def predict(
     costs = task.costs()
     statistics = sum(each.statistics for each in costs.values()) / machine.products
     statistics += machine.start * STATISTICS_STARTS * len(costs)
-    inverses = {
-        name: costs[name].inverses / _speed(task.layers[name], machine)
-        + machine.start * INVERSE_STARTS
-        for name in costs
-    }
-    natural = {
-        name: costs[name].natural_gradient / machine.products
-        + MOVED * sizes[name].gradient_bytes / machine.memory
-        + machine.start * NATURAL_STARTS
-        for name in costs
-    }
+    inverses = _inverse_seconds(task, machine, costs)
+    natural = _natural_seconds(machine, costs, sizes)
     kept = {name for name, where in places.items() if where.kept}
     computed = {
         PASSES: task.passes,
@@ -173,6 +164,26 @@ def predict_all(task: Task, machine: Machine, ranks: Sequence[int]) -> list[Pred
         for size in ranks
         for placement in (PLACEMENTS if size > 1 else PLACEMENTS[:1])
     ]
+
+
+def _inverse_seconds(task: Task, machine: Machine, costs: Mapping[str, Costs]) -> dict[str, float]:
+    """Return the time of computing every layer's inverse once."""
+    return {
+        name: own.inverses / _speed(task.layers[name], machine) + machine.start * INVERSE_STARTS
+        for name, own in costs.items()
+    }
+
+
+def _natural_seconds(
+    machine: Machine, costs: Mapping[str, Costs], sizes: Mapping[str, LayerSize]
+) -> dict[str, float]:
+    """Return the time of every layer's natural gradient."""
+    return {
+        name: own.natural_gradient / machine.products
+        + MOVED * sizes[name].gradient_bytes / machine.memory
+        + machine.start * NATURAL_STARTS
+        for name, own in costs.items()
+    }
 
 
 def _speed(layer: LayerCurvature, machine: Machine) -> float:
