@@ -408,7 +408,8 @@ def test_evaluation_in_another_thread_is_ignored():
     model[1].pause = evaluate
     F.cross_entropy(model(torch.randn(4, 3)), torch.zeros(4, dtype=torch.long)).backward()
     optimizer.step()
-    assert set(optimizer.factors) == {"0", "2"}
+    assert set(optimizer.factors) == {"0", "1", "2"}
+    assert optimizer.engine.curvature.layers["0"].state.running[0][0, 0, 0] == 1  # of one pass
 
 
 def test_an_empirical_forward_without_a_backward_is_ignored():
