@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import kfc
@@ -12,6 +13,7 @@ from kfc.curvature.kronecker import Accuracy, FactoredInverse, Factors
 from kfc.curvature.low_rank import LowRank, times_between
 from kfc.moments.folding import fold, whole
 from kfc.moments.patches import Window, row_moment, window_moment
+from ranks import run_ranks
 from resuming import assert_resumes
 
 COLUMNS = (64, 64)
@@ -204,3 +206,22 @@ def test_wide_averages_are_kept_in_half_the_memory_and_shown_in_float32(rounding
 def test_a_run_with_rounded_averages_resumes_bit_for_bit(rounding):
     optimizer = assert_resumes(new, train, range(5), range(5, 10))
     assert optimizer.engine.curvature.layers["0"].state.running[0].dtype == torch.bfloat16
+
+
+def trained_on_ranks(rank, size):
+    """Train with every placement; the ranks compare their averages in every step."""
+    dtypes = {}
+    for placement in ("shared", "gradients", "replicated"):
+        model = network()
+        wrapper = DistributedDataParallel(model)
+        parallel = kfc.Parallel(placement=placement, consistency_period=1)
+        optimizer = kfc.KFC(wrapper, seed=0, schedule=kfc.Periods(1, 2), parallel=parallel)
+        train(wrapper, optimizer, range(rank, 10, size))
+        dtypes[placement] = optimizer.engine.curvature.layers["0"].state.running[0].dtype
+    return dtypes
+
+
+def test_ranks_round_averages_only_if_all_of_them_have_the_inverse():
+    for dtypes in run_ranks(trained_on_ranks, 2, 2, timeout=120):
+        assert dtypes["shared"] == dtypes["replicated"] == torch.bfloat16
+        assert dtypes["gradients"] == torch.float32

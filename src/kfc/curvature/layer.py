@@ -61,6 +61,7 @@ class LayerCurvature(ABC):
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
         self.state = LayerState()
+        self._may_round = True
 
     # What an approximation defines
 
@@ -194,13 +195,19 @@ class LayerCurvature(ABC):
     def _usable_inverse(self, fresh: bool) -> Inverse | None:
         return self.state.inverse if self.is_current() and not fresh else None
 
-    def average_in_(self, means: tuple[Tensor, ...], decay: float) -> None:
+    def average_in_(
+        self, means: tuple[Tensor, ...], decay: float, *, may_round: bool = True
+    ) -> None:
         """Update the running averages (eqn 33); the first statistics set them.
 
         The new averages take the memory of ``means``, unless they are rounded to bfloat16; the old
         ones stay as they were.
+
+        Args:
+            may_round: whether averages may be rounded at all: only if all ranks have the inverse,
+                which decides about it.
         """
-        state = self.state
+        self._may_round, state = may_round, self.state
         if state.roles != self.trained_roles():
             state = LayerState(self.trained_roles(), damping=state.damping)
         count = len(state.running or self.running_shapes())
@@ -215,6 +222,8 @@ class LayerCurvature(ABC):
 
     def _rounded(self, running: tuple[Tensor, ...], inverse: Inverse | None) -> tuple[Tensor, ...]:
         """Return averages in bfloat16 where the inverse in use allows it."""
+        if not self._may_round:
+            return running
         may_be_rounded = self.may_be_rounded(inverse)
         pairs = zip(running, may_be_rounded, strict=True)
         return tuple(average.bfloat16() if rounds else average for average, rounds in pairs)

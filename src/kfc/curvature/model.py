@@ -61,7 +61,8 @@ class ModelCurvature:
         """
         for name, moments in batch.moments.items():
             means = tuple(moment.to_mean_() for moment in moments)
-            self.layers[name].average_in_(means, 0.0 if replace else self._decay)
+            decay, is_shared = 0.0 if replace else self._decay, self._reducer.is_everywhere(name)
+            self.layers[name].average_in_(means, decay, may_round=is_shared)
 
     def replace_(self, batch: BatchStatistics) -> None:
         """Replace all that is known about the layers by the statistics of a batch."""
