@@ -6,6 +6,7 @@ from kfc.distributed.options import Parallel
 from kfc.fisher.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from kfc.optimizers import KFAC, KFC, Preconditioner, WhitenedAdam
 from kfc.optimizers.options import Adaptation, FisherClip
+from kfc.optimizers.solving import solve_fisher
 from kfc.schedule import Budget, Periods, Stretch
 
 __version__ = "0.1.0"
@@ -34,4 +35,5 @@ __all__ = [
     "fisher",
     "layers",
     "moments",
+    "solve_fisher",
 ]

@@ -85,7 +85,7 @@ def vector_product(
     Returns:
         F v in the structure of ``vector``, for the parameters in it.
     """
-    tangents = _by_name(model, vector)
+    tangents = by_name(model, vector)
     parameters = dict(model.named_parameters())
     leaves = {name: parameters[name].detach().requires_grad_() for name in tangents}
     likelihoods = resolve_likelihoods(likelihood)
@@ -124,7 +124,7 @@ def quadratic_form(
     output: Output | None = None,
 ) -> Tensor:
     """Return vᵀ F v, exactly, with one forward pass; arguments as in ``vector_product``."""
-    call, vectors = call_of(model, inputs), [_by_name(model, vector)]
+    call, vectors = call_of(model, inputs), [by_name(model, vector)]
     products, _ = products_of_call(model, call, vectors, resolve_likelihoods(likelihood), output)
     return products[0, 0]
 
@@ -325,9 +325,8 @@ def _synchronised_with_forward_mode(model: nn.Module) -> Iterator[None]:
             vars(module).pop("forward", None)
 
 
-def _by_name(
-    model: nn.Module, vector: Mapping[str, Tensor] | Sequence[Tensor]
-) -> dict[str, Tensor]:
+def by_name(model: nn.Module, vector: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return a vector as a dict from parameter names to tensors, after checking its shapes."""
     parameters = dict(model.named_parameters())
     if isinstance(vector, Mapping):
         named = dict(vector)

@@ -11,7 +11,7 @@ from kfc.curvature.channels import ChannelCurvature
 from kfc.curvature.description import describe_layers
 from kfc.curvature.kronecker import Factors
 from kfc.curvature.layer import LayerState
-from kfc.fisher.calls import SavedBuffers, accelerators_of, forked_random_state
+from kfc.fisher.calls import SavedBuffers, accelerators_of, call_of, forked_random_state
 from kfc.optimizers.costs import Costs, counted_costs, expected_work
 from kfc.optimizers.engine import Engine
 
@@ -141,7 +141,8 @@ class CurvatureAccess:
         >>> optimizer.estimate_factors(loader, lambda out, batch: F.cross_entropy(out, batch[1]))
 
         Args:
-            batches: each item is the model's input, or a tuple or list that begins with it.
+            batches: each item is the model's input, or a tuple or list that begins with it. An
+                input that is a tuple or a dict holds the model's arguments.
             loss: the loss that will be minimised, as a function of what the model returns and of
                 the item. Without it, the loss must be the one that ``likelihood=`` describes.
             progress: called after each batch with the number of batches done and, if known, the
@@ -189,7 +190,8 @@ class CurvatureAccess:
         done, total, bad = 0, _length(batches), -1
         for done, batch in enumerate(batches, start=1):
             with torch.enable_grad():
-                result = self.model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+                call = call_of(self.model, batch[0] if isinstance(batch, (tuple, list)) else batch)
+                result = self.model(*call.args, **call.kwargs)
                 if loss is not None:
                     leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
                     trained = [leaf for leaf in leaves if leaf.requires_grad]

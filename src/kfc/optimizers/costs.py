@@ -40,7 +40,7 @@ HANDICAP = 2.0
 # entry of a gradient.
 AVERAGING, MOVING = 150.0, 100.0
 # Step t may spend 1 + EARLY / t times the overhead.
-EARLY = 12.0
+EARLY = 10.0
 # The least share of the overhead that is left for refreshes, whatever natural gradients cost, and
 # the least for the ranks of inverses.
 LEAST_SHARE, LEAST_RANK_SHARE = 0.3, 0.2
@@ -252,7 +252,7 @@ class Allowance:
     """Postpones refreshes, so that curvature costs a share of the user's own passes.
 
     Let S, I and N be the costs of refreshing statistics and inverses once and of a natural
-    gradient, in forward and backward passes. Step t earns (overhead - N) (1 + 12 / t) / (S + I)
+    gradient, in forward and backward passes. Step t earns (overhead - N) (1 + 10 / t) / (S + I)
     refreshes of each kind: more at the start, because curvature changes fastest then. At least 0.3
     of the overhead is left for refreshes. A refresh is on credit: the next one has to wait until it
     is paid. What is not used is saved, up to five passes.

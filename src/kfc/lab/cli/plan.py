@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -122,15 +121,19 @@ def _measured(
 def _compared(
     subject: Subject, task: Task, machine: Machine, counts: Sequence[int], threads: int
 ) -> list[Checked]:
-    """Return predictions and measurements of processes that share the cores of this machine."""
+    """Return predictions and measurements of processes that share the cores of this machine.
+
+    Predictions take the time of SGD's passes in these processes, relative to that in a process
+    alone, for the contention of all other work.
+    """
     found = []
     for ranks in counts:
-        contention = max(1.0, ranks * threads / (os.cpu_count() or 1))
         placements: Sequence[PlacementKind] = PLACEMENTS if ranks > 1 else PLACEMENTS[:1]
         for placement in placements:
             screen.say(f"Training on {ranks} process{'es' if ranks > 1 else ''}, {placement}")
-            predicted = predict(task, machine, ranks, placement, contention)
-            found.append(Checked(predicted, measured_step(subject, ranks, placement, threads)))
+            passes, step = measured_step(subject, ranks, placement, threads)
+            predicted = predict(task, machine, ranks, placement, passes / task.passes)
+            found.append(Checked(predicted, step))
     return found
 
 

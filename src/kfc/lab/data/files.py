@@ -22,6 +22,17 @@ ARCHIVE_MARGIN = 4 << 20  # bytes for headers, padding and small extra files (a 
 MAX_MEMBERS = 100  # the known archives have a dozen
 
 
+def create_folder(folder: Path) -> None:
+    """Create a folder of data and its parents, if it does not exist."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"the data folder {folder} cannot be created: {error.strerror}; name another with "
+            "--data-dir or KFC_DATA_DIR"
+        ) from error
+
+
 def read_limited(path: Path, limit: int) -> bytes:
     """Return a file's bytes, decompressed if it is .gz or .tgz, and at most ``limit`` of them."""
     if not path.is_file():  # reading a named pipe would block forever

@@ -14,6 +14,7 @@ from rich.console import Console
 from kfc.lab.data.cache import cache_folder, open_cache, write_cache
 from kfc.lab.data.catalogue import CATALOGUE, Entry
 from kfc.lab.data.datasets import DataError, Dataset, content_digest
+from kfc.lab.data.files import create_folder
 from kfc.lab.data.raw import decode_own, find_raw, verify
 from kfc.lab.data.sources import note_console, obtain
 from kfc.lab.options import not_one_of
@@ -44,14 +45,7 @@ def data_folder(folder: Path | None = None) -> Path:
 
 def create_data_folder(folder: Path | None) -> None:
     """Create the folder of raw and decoded data, if it does not exist."""
-    home = data_folder(folder)
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"the data folder {home} cannot be created: {error.strerror}; name another with "
-            "--data-dir or KFC_DATA_DIR"
-        ) from error
+    create_folder(data_folder(folder))
 
 
 def load(name: str, folder: Path | None = None, *, progress: bool = True) -> Dataset:

@@ -20,7 +20,7 @@ from urllib3.exceptions import MaxRetryError
 
 from kfc.lab.data.catalogue import Entry, Form
 from kfc.lab.data.datasets import DataError, Dataset
-from kfc.lab.data.files import checksum
+from kfc.lab.data.files import checksum, create_folder
 from kfc.lab.data.raw import Raw, decode_own, decode_raw, describe_missing, find_raw
 
 ATTEMPTS = 3
@@ -48,13 +48,7 @@ def obtain(entry: Entry, folder: Path, notes: Console) -> tuple[Raw, Dataset]:
         notes.print(f"Skipping {raw.path}: the files are those of another data set")
     failures = [f"local folder: {describe_missing(entry, folder)}"]
     own = folder / entry.name
-    try:
-        own.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"{own} cannot be created: {error.strerror}. "
-            "Name another folder with --data-dir or KFC_DATA_DIR."
-        ) from error
+    create_folder(own)
     for source, form in entry.published.items():
         try:
             raw = Raw(form, FETCH[source](form, own, notes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -60,15 +61,28 @@ def seconds_of_passes(subject: Subject) -> float:
     return seconds_of(_Step(model, torch.optim.SGD(model.parameters(), lr=LR), subject))
 
 
-def measured_step(subject: Subject, ranks: int, placement: PlacementKind, threads: int) -> float:
-    """Return the mean time of a settled step of KFC on processes of this machine.
+class Measured(NamedTuple):
+    """The mean seconds of a step on processes of this machine.
+
+    Attributes:
+        passes: of SGD, without messages, measured before and after the steps of KFC: processes
+            share the memory of the machine, whose speed may change.
+        step: of KFC, after many steps.
+    """
+
+    passes: float
+    step: float
+
+
+def measured_step(subject: Subject, ranks: int, placement: PlacementKind, threads: int) -> Measured:
+    """Train on processes of this machine.
 
     Args:
         threads: the threads of each process.
     """
     with tempfile.TemporaryDirectory() as folder:
         spawn(_train, (ranks, subject, placement, threads, folder), ranks)
-        return float(Path(folder, "seconds").read_text())
+        return Measured(*map(float, Path(folder, "seconds").read_text().split()))
 
 
 def _train(
@@ -77,22 +91,30 @@ def _train(
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
-    model = subject.model()
+    plain, model = subject.model(), subject.model()
     run = DistributedDataParallel(model) if ranks > 1 else model
     parallel = kfc.Parallel(placement=placement)
     optimizer = kfc.KFC(run, lr=LR, schedule=settled(), parallel=parallel)
     step, cycle = _Step(run, optimizer, subject), longest(settled().inverse)
+    passes = _Step(plain, torch.optim.SGD(plain.parameters(), lr=LR), subject)
     for _ in range(cycle):
         step()
-    dist.barrier()
-    start = perf_counter()
-    for _ in range(cycle):
-        step()
-    dist.barrier()
+    before, own, after = (_mean_seconds(each, cycle) for each in (passes, step, passes))
     if rank == 0:
-        Path(folder, "seconds").write_text(str((perf_counter() - start) / cycle))
+        Path(folder, "seconds").write_text(f"{(before + after) / 2} {own}")
     optimizer.close()
     dist.destroy_process_group()
+
+
+def _mean_seconds(step: Callable[[], object], count: int) -> float:
+    """Return the mean time of a step that all ranks take together."""
+    step()
+    dist.barrier()
+    start = perf_counter()
+    for _ in range(count):
+        step()
+    dist.barrier()
+    return (perf_counter() - start) / count
 
 
 class _Step:

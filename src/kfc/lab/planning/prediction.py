@@ -3,9 +3,9 @@
 A step in the long run has four kinds of work: the user's own passes, whose time is measured;
 natural gradients; and statistics and inverses, which are divided by their periods. The times of the
 last three are their counted multiply-adds divided by the speed of the machine, and the time of
-starting their operations. Ranks also exchange
-gradients, statistics, and inverses or natural gradients: a sum of b bytes over p ranks sends
-2 (p - 1) / p b from each rank in 2 (p - 1) messages (a ring), a broadcast sends b in log₂ p.
+starting their operations. Ranks also exchange gradients, statistics, and inverses or natural
+gradients: a sum of b bytes over p ranks sends 2 (p - 1) / p b from each rank in 2 (p - 1) messages
+(a ring), a broadcast sends b in log₂ p.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def predict(
     """Return what a step takes.
 
     Args:
-        contention: the number of ranks that share the speed of one.
+        contention: how much longer computations take than in a process alone.
     """
     every_statistics, every_inverse = task.periods
     sizes = {name: layer_size(layer) for name, layer in task.layers.items()}
