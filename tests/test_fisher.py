@@ -7,6 +7,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import kfc
+from kfc.fisher.calls import call_of
+from kfc.fisher.products import products_of_call
 from reference import (
     binary_cross_entropy,
     cross_entropy,
@@ -59,6 +61,25 @@ def test_products_of_a_conv_net_against_the_explicit_jacobian(likelihood, loss):
     torch.testing.assert_close(flat(product), dense @ flat(vector))
     form = kfc.fisher.quadratic_form(model, inputs, vector, likelihood=likelihood)
     torch.testing.assert_close(form, flat(vector) @ dense @ flat(vector))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_products_of_several_vectors_share_what_does_not_depend_on_them(inplace):
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding="same"),
+        nn.ReLU(inplace=inplace),  # may change the outputs of the convolution
+        nn.Conv2d(4, 3, 2, bias=False),
+        nn.Flatten(),
+        nn.Linear(48, 3),
+    )
+    inputs, vectors = torch.randn(4, 2, 5, 5), [random_vector(model) for _ in range(3)]
+    dense = exact_fisher(model, inputs, cross_entropy())
+    found, examples = products_of_call(
+        model, call_of(model, inputs), vectors, {"": kfc.Categorical()}, None
+    )
+    matrix = torch.stack([flat(vector) for vector in vectors])
+    torch.testing.assert_close(found, matrix @ dense @ matrix.mT)
+    assert examples == 4
 
 
 def test_products_against_double_backward():

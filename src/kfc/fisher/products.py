@@ -181,7 +181,8 @@ def _runs(
     if model in _WITHOUT_FORWARD_MODE:
         return _double_runs(model, call, vectors, leaves, select)
     try:
-        return [_dual_run(model, call, vector, leaves, select) for vector in vectors]
+        shared = _SharedOutputs(len(vectors))
+        return [_dual_run(model, call, vector, leaves, select, shared) for vector in vectors]
     except ForwardModeError as error:
         found = _double_runs(model, call, vectors, leaves, select)
         if "Nested" not in str(error):  # which is a matter of other levels, not of the model
@@ -200,11 +201,12 @@ def _dual_run(
     tangents: Mapping[str, Tensor],
     leaves: Mapping[str, Tensor],
     select: Callable[[Any], dict[str, Tensor]],
+    shared: "_SharedOutputs",
 ) -> Heads:
     """Return the selected outputs with their derivatives along the tangents, by forward mode."""
     state: dict[str, Tensor] = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
-        with _conditions(model, call), forward_level(), _SkipZeroTangents():
+        with _conditions(model, call), forward_level(), _Convolutions(shared):
             for name, parameter in model.named_parameters():
                 primal = leaves.get(name, parameter.detach())
                 tangent = tangents.get(name)
@@ -216,7 +218,7 @@ def _dual_run(
         if not any(words in str(error) for words in ("forward AD", "forward mode AD")):
             raise
         if "Nested" not in str(error) and load_decompositions():
-            return _dual_run(model, call, tangents, leaves, select)
+            return _dual_run(model, call, tangents, leaves, select, shared)
         raise ForwardModeError(str(error).splitlines()[0]) from error
 
 
@@ -266,25 +268,65 @@ def _conditions(model: nn.Module, call: ModelCall) -> Iterator[None]:
         yield
 
 
-class _SkipZeroTangents(TorchFunctionMode):
-    """Skip the input's tangent in a convolution of data, where it is zero.
+class _SharedOutputs:
+    """The outputs of the convolutions of one run, for the next run with other tangents.
 
-    torch would convolve the zeros too: a third of the work of the first layer, whose maps are the
-    largest.
+    Runs have the same parameters, inputs and random numbers, so that only tangents differ. Should a
+    model do something else in the next run, or have changed an output in place, its convolutions
+    are computed anew.
     """
+
+    def __init__(self, runs: int) -> None:
+        self._runs = runs
+        self._known: list[tuple[object, Tensor, int]] = []
+
+    def next_run(self) -> Callable[[object, Callable[[], Tensor]], Tensor]:
+        """Return a function of what identifies a convolution, and of the convolution."""
+        known, self._known = iter(self._known), []
+        self._runs -= 1
+
+        def outputs(key: object, convolve: Callable[[], Tensor]) -> Tensor:
+            before, result, version = next(known, (None, None, 0))
+            if result is None or before != key or result._version != version:
+                result = convolve()
+            if self._runs:
+                self._known.append((key, result, result._version))
+            return result
+
+        return outputs
+
+
+class _Convolutions(TorchFunctionMode):
+    """Compute convolutions of dual numbers with as few convolutions as possible.
+
+    torch would convolve the zero tangents of data too, a third of the work of the first layer,
+    whose maps are the largest; and it would repeat what does not depend on the tangents.
+    """
+
+    def __init__(self, shared: _SharedOutputs) -> None:
+        super().__init__()
+        self._outputs = shared.next_run()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in CONVOLUTIONS and len(args) >= 3:
-            inputs, weight, bias = (_primal_and_tangent(tensor) for tensor in args[:3])
-            if weight[1] is not None and inputs[1] is None:
-                outputs = func(args[0], weight[0], bias[0], *args[3:], **kwargs)
-                with torch.no_grad():
-                    change = func(args[0], weight[1], bias[1], *args[3:], **kwargs)
-                return make_dual(outputs, change)
-        return func(*args, **kwargs)
+        if func not in CONVOLUTIONS or len(args) < 3:
+            return func(*args, **kwargs)
+        inputs, weight, bias = (_primal_and_tangent(tensor) for tensor in args[:3])
+        if weight[1] is None:
+            return func(*args, **kwargs)
+
+        def convolve(x: Tensor | None, w: Tensor | None, b: Tensor | None) -> Tensor:
+            return func(x, w, b, *args[3:], **kwargs)  # type: ignore[no-any-return]
+
+        key = args[0].shape, args[1].data_ptr()
+        outputs = self._outputs(key, lambda: convolve(inputs[0], weight[0], bias[0]))
+        with torch.no_grad():
+            change = convolve(inputs[0], weight[1], bias[1])
+            if inputs[1] is not None:
+                change += convolve(inputs[1], weight[0], None)
+        return make_dual(outputs, change)
 
 
 def _primal_and_tangent(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
