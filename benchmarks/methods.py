@@ -111,10 +111,10 @@ def our_kfc(
 ) -> Method:
     """Return KFC with options; ``period`` is that of both statistics and inverses."""
     if period is not None:
-        options["schedule"] = kfc.Periods(period, period)
+        options |= {"schedule": kfc.Periods(period, period), "lr": LR}
 
     def build(model: nn.Module) -> Step:
-        return usual(model, kfc.KFC(model, lr=LR, **options))
+        return usual(model, kfc.KFC(model, **options))
 
     return Method(name, "kfc-torch", build, cycle, note)
 
@@ -280,6 +280,7 @@ OURS = [
     our_kfc("KFC, nothing due", period=NEVER, clip=None, note="natural gradient with old inverses"),
 ]
 
+# With the default learning rate, on which it depends how often exact norms are computed
 DEFAULT = our_kfc("KFC, default settings")
 
 PEERS = [
