@@ -22,6 +22,10 @@ HYPER_PARAMETERS = {
 # What an override may say besides these options.
 PREFIX, TREATMENT = "prefix", "treatment"
 
+# How parameters are treated: by their Fisher block, or without one, by the gradient divided by the
+# square root of its second moment, or by the gradient as it is.
+CURVATURE, SCALED, PLAIN = "curvature", "scaled", "plain"
+
 
 def require_hyper_parameters(values: Mapping[str, Any], where: str = "") -> None:
     """Raise an error that names the first value out of range."""
@@ -40,20 +44,20 @@ def _require_pair(name: str, value: object, below: float) -> None:
 
 
 def excluded_layers(plan: Plan, overrides: Sequence[Mapping[str, Any]] | None) -> dict[str, str]:
-    """Return the layers that overrides give the plain gradient, each with the reason.
+    """Return the layers that overrides exclude from the curvature, each with the reason.
 
     A layer has the treatment of its weight.
     """
     checked = [_prefixed(override, index) for index, override in enumerate(overrides or ())]
     owners = {name: _owner(checked, name) for name in plan.layer_of}
-    plain = {index for index, override in enumerate(checked) if TREATMENT in override}
+    excluding = {index for index, override in enumerate(checked) if TREATMENT in override}
     excluded = {
         layer: f"groups[{owners[name]}] excludes it"
         for name, (layer, role) in plan.layer_of.items()
-        if role == "weight" and owners[name] in plain
+        if role == "weight" and owners[name] in excluding
     }
     for name, (layer, _) in plan.layer_of.items():
-        if owners[name] in plain and layer not in excluded:
+        if owners[name] in excluding and layer not in excluded:
             raise ValueError(
                 f"groups[{owners[name]}]: the treatment of {name} has no effect, because a layer "
                 f"has that of its weight; use the prefix {layer!r}"
@@ -68,19 +72,21 @@ def build_groups(
     defaults: Mapping[str, Any],
     fallback_lr: float | None,
     of_weight: Sequence[str] = (),
+    fallback: str = PLAIN,
 ) -> list[dict[str, Any]]:
     """Return param groups for ``torch.optim.Optimizer``.
 
-    Parameters with the plain gradient are in groups of their own, after the others.
+    Parameters without a Fisher block are in groups of their own, after the others.
 
     Args:
         overrides: ``{"prefix": ..., option: value, ...}``: a prefix is the name of a module or
             parameter, a pattern such as ``"*.bias"``, or a list of these. The first override that
             matches a parameter applies. For a ``"treatment"`` see ``excluded_layers()``.
         defaults: the options of parameters that no override matches.
-        fallback_lr: the learning rate of parameters with the plain gradient, unless an override
+        fallback_lr: the learning rate of parameters without a Fisher block, unless an override
             sets it.
         of_weight: the options that a layer has from its weight, and its bias must share.
+        fallback: the treatment of parameters without a Fisher block, unless an override sets it.
     """
     checked = [
         _checked(override, index, defaults) for index, override in enumerate(overrides or ())
@@ -100,18 +106,23 @@ def build_groups(
         if "damping" in override and (owner, False) not in members:
             names = [name for name, _ in members[owner, True]]
             raise ValueError(
-                f"groups[{owner}] has a damping, which has no effect on {names}: they have the "
-                "plain gradient; remove it"
+                f"groups[{owner}] has a damping, which has no effect on {names}: they have no "
+                "Fisher block; remove it"
+            )
+        if override.get(TREATMENT) == SCALED != fallback:
+            raise ValueError(
+                f'groups[{owner}]: treatment "{SCALED}" is one of kfc.KFC; use "{PLAIN}"'
             )
     groups = []
     for owner, plain in sorted(members, key=lambda key: (key[1], key[0])):
         override = checked[owner] if owner >= 0 else {}
         options = {**defaults, **{k: v for k, v in override.items() if k in defaults}}
-        factor = 1.0  # of the rate of parameters that fall back to the plain gradient later
+        factor = 1.0  # of the rate of parameters that lose their Fisher block later
         if fallback_lr is not None and "lr" not in override:
             factor = fallback_lr / options["lr"] if options["lr"] else 1.0
             options["lr"] = fallback_lr if plain else options["lr"]
-        extra = {"plain_gradient": plain, "fallback_factor": 1.0 if plain else factor}
+        treatment = override.get(TREATMENT, fallback) if plain else CURVATURE
+        extra = {TREATMENT: treatment, "fallback_factor": 1.0 if plain else factor}
         groups.append({"params": members[owner, plain], **options, **extra})
     _require_shared(groups, plan, of_weight)
     return groups
@@ -155,7 +166,7 @@ def _prefixed(override: Mapping[str, Any], index: int) -> dict[str, Any]:
     if not isinstance(override, Mapping) or PREFIX not in override:
         raise ValueError(f'{where} must be a dict with a "prefix", got {override!r}')
     if TREATMENT in override:
-        require_choice(f"{where}: treatment", override[TREATMENT], ("plain",))
+        require_choice(f"{where}: treatment", override[TREATMENT], (SCALED, PLAIN))
     prefix = override[PREFIX]
     return {**override, PREFIX: [prefix] if isinstance(prefix, str) else list(prefix)}
 

@@ -1,0 +1,68 @@
+"""Scaled gradients: a diagonal block for parameters that have no Fisher block.
+
+The block is D = √v̂ + ε, with the second moments v of the parameter's gradients as in Adam:
+v ← β v + (1 - β) g² begins at zero, and v̂ = v / (1 - βᵗ) after t updates.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfc._helpers import at_least_float32, moved
+from kfc.optimizers.adam import SQUARE, STEP
+
+# β and ε.
+DECAY, EPSILON = 0.99, 1e-8
+
+
+class GradientScales:
+    """The diagonal blocks of a step, from second moments in the parameters' states.
+
+    A step may be skipped after it has used a block. The moments that contain its gradients are
+    therefore kept only when the parameters move.
+    """
+
+    def __init__(self) -> None:
+        self._proposed: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
+
+    def diagonals(
+        self, gradients: Mapping[str, Tensor], states: Mapping[str, dict[str, Any]]
+    ) -> dict[str, Tensor]:
+        """Return D by name, with the gradients of this step in v.
+
+        Args:
+            gradients: gradients of the loss, without weight decay, by name.
+            states: the states of the parameters that have such a block, by name.
+        """
+        self._proposed, found = [], {}
+        for name, state in states.items():
+            gradient = at_least_float32(gradients[name])
+            old = _moments(state, gradient)
+            count = old[STEP] + 1
+            square = torch.lerp(old[SQUARE], gradient * gradient, 1 - DECAY)
+            self._proposed.append((state, {STEP: count, SQUARE: square}))
+            found[name] = (square / (1 - DECAY**count)).sqrt_().add_(EPSILON)
+        return found
+
+    def keep_(self, bad: Tensor | None) -> None:
+        """Keep the moments of the last call of ``diagonals()``.
+
+        Args:
+            bad: a boolean scalar; if true, the moments stay as they were. ``None``: the step is
+                known to be good.
+        """
+        for state, new in self._proposed:
+            if bad is not None:
+                old, flag = _moments(state, new[SQUARE]), moved(bad, new[SQUARE].device)
+                new = {part: torch.where(flag, old[part], value) for part, value in new.items()}
+            state.update(new)
+        self._proposed = []
+
+
+def _moments(state: Mapping[str, Any], like: Tensor) -> dict[str, Tensor]:
+    """Return t and v of a state; zero if it has none, or none for this shape."""
+    if SQUARE in state and state[SQUARE].shape == like.shape:
+        return {part: state[part] for part in (STEP, SQUARE)}
+    return {STEP: like.new_zeros(()), SQUARE: torch.zeros_like(like)}
