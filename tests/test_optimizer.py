@@ -169,6 +169,7 @@ def test_describe_names_every_parameter(capsys):
 @pytest.mark.parametrize("first", ["embedding", "head"])
 def test_describe_names_both_users_of_a_tied_weight(first):
     embedding, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+    embedding.scale_grad_by_freq = True
     head.weight = embedding.weight
     modules = {"embedding": embedding, "head": head}
     model = nn.ModuleDict({first: modules.pop(first), **modules})

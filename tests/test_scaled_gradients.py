@@ -55,7 +55,7 @@ def test_updates_are_those_of_adam_in_place_of_the_gradient(momentum, decay):
     model = Bare()
     optimizer = kfc.KFC(model, lr=0.1, momentum=momentum, clip=None, weight_decay=decay)
     assert described(optimizer, "scaled gradient") == set(OTHERS)
-    squares, moved = ({name: 0.0 for name in OTHERS} for _ in range(2))
+    squares, moved = (dict.fromkeys(OTHERS, 0.0) for _ in range(2))
     for step, (x, y) in enumerate(batches(5), start=1):
         before = others(model)
         train(model, optimizer, [(x, y)])
@@ -90,7 +90,7 @@ def test_layers_can_be_scaled_by_name():
 
 @pytest.mark.parametrize("kind", [kfc.KFAC, kfc.WhitenedAdam])
 def test_other_optimizers_refuse_the_treatment(kind):
-    with pytest.raises(ValueError, match='treatment "scaled" is one of kfc.KFC; use "plain"'):
+    with pytest.raises(ValueError, match='treatment "scaled" is one of kfc'):
         kind(Bare(), groups=[{"prefix": "layer", "treatment": "scaled"}])
 
 
@@ -149,7 +149,8 @@ def test_a_skipped_step_leaves_the_moments_as_they_were():
 def test_bad_steps_on_a_device_leave_the_moments_as_they_were(asynchronous):
     data = batches(3)
     model = Bare()
-    optimizer = kfc.KFC(model)
+    clip = kfc.FisherClip(None)  # an exact Fisher norm would tell at once
+    optimizer = kfc.KFC(model, schedule=kfc.Periods(50, 50), clip=clip)
     train(model, optimizer, data[:2])
     before = [
         {name: optimizer.state[p][name].clone() for name in ("step", "exp_avg_sq")}
@@ -235,5 +236,5 @@ def test_modules_without_factors_train(name, recwarn):
             loss.backward()
             optimizer.step()
         losses[treatment] = loss.item()
-    assert losses["scaled"] < 0.5 < 1.0 < math.log(4)
+    assert losses["scaled"] < 0.5
     assert losses["scaled"] < losses["plain"]

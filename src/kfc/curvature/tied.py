@@ -18,10 +18,10 @@ from kfc.moments.patches import row_moment
 
 
 class TiedCurvature(KroneckerCurvature):
-    """One Kronecker product for the sum of two, Ω ⊗ Γ of the linear layer and Γₑ ⊗ Ωₑ of embeddings.
+    """One Kronecker product for two: Ω ⊗ Γ of the linear layer, and Γₑ ⊗ Ωₑ of embeddings.
 
     Ωₑ are the counts of the indices, which are rows of the weight, and Γₑ are the second moments of
-    derivatives, whose elements are columns. The sum is approximated as damping is:
+    derivatives, whose elements are columns. Their sum is approximated as damping is:
     (Ω + π Γₑ) ⊗ (Γ + Ωₑ / π), with the π for which the trace of the terms too many is least,
     π² = (tr Ω tr Ωₑ) / (tr Γ tr Γₑ).
     """
@@ -102,7 +102,7 @@ class TiedStatistics(LayerStatistics):
         linear = self._linear.moments(examples)
         if not linear:
             return ()
-        activation, derivative = (moment.total for moment in linear)
+        activation = linear[0].total
         counts, embedded = self._counts, self._embedded
         if counts is None or embedded is None:
             counts = activation.new_zeros(1, self.layer.factor_sizes()[1])

@@ -35,6 +35,10 @@ class Layer(ABC):  # noqa: B024 - its subclasses are abstract
         """Treat several modules that share their parameters as calls of this layer."""
         self.modules = modules
 
+    def use_function(self) -> None:
+        """Treat calls of a function as calls of this layer; see ``functional``."""
+        self.functional = True
+
     @property
     def module(self) -> nn.Module:
         return self.modules[0]

@@ -18,11 +18,21 @@ LINEAR = {"input": None, "weight": None, "bias": None}
 CONVOLUTION = {**LINEAR, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 TRANSPOSED = {
     **LINEAR,
-    **{"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1},
+    "stride": 1,
+    "padding": 0,
+    "output_padding": 0,
+    "groups": 1,
+    "dilation": 1,
 }
 BATCH_NORM = {
-    **{"input": None, "running_mean": None, "running_var": None, "weight": None, "bias": None},
-    **{"training": False, "momentum": 0.1, "eps": 1e-5},
+    "input": None,
+    "running_mean": None,
+    "running_var": None,
+    "weight": None,
+    "bias": None,
+    "training": False,
+    "momentum": 0.1,
+    "eps": 1e-5,
 }
 # What has to be the same as in the module. The locations of a transposed convolution follow from
 # the size of its output.

@@ -87,7 +87,8 @@ def look_alike(module: nn.Module, stock: type[Layer] | None = None) -> Layer | N
     if known[1] is None:
         return None
     layer = known[1].layer(module)
-    layer.functional = known[1].functional
+    if known[1].functional:
+        layer.use_function()
     return layer
 
 

@@ -30,7 +30,7 @@ from kfc.optimizers.averaging import (
 )
 from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import PLAIN, SCALED, TREATMENT, build_groups
-from kfc.optimizers.scaling import GradientScales
+from kfc.optimizers.scaling import GradientScales, Scaled
 from kfc.optimizers.versions import check_version, versioned
 
 # A param group, some of its parameters, and their names.
@@ -192,13 +192,13 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
 
     def _diagonals(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the diagonal block of every parameter with a scaled gradient, by name."""
-        states = {
-            name: self.state[parameter]
+        scaled = [
+            Scaled(name, self.state[parameter], float(group["momentum"]))
             for group, parameters, names in self._by_group(gradients)
             if group[TREATMENT] == SCALED
             for name, parameter in zip(names, parameters, strict=True)
-        }
-        return self._gradient_scales.diagonals(gradients, states)
+        ]
+        return self._gradient_scales.diagonals(gradients, scaled)
 
     def _times_learning_rate_(self, directions: Mapping[str, Tensor]) -> None:
         """Multiply directions by -α, in place."""

@@ -85,9 +85,9 @@ class Fallback:
         what = f"layers {shown}{more} have" if len(layers) > 1 else f"layer {shown} has"
         warnings.warn(
             f"{what} a gradient, but no statistics, and {share:.1%} of the trained weights. "
-            "They are updated without curvature from now on. Their modules did not run, or did not reach "
-            "an output, in a training-mode forward pass of the model itself. Call modules instead "
-            "of using their weights, call the model rather than its parts, and have output= return "
+            "They have no curvature from now on. Their modules did not run, or did not reach an "
+            "output, in a training-mode forward pass of the model itself. Call modules instead of "
+            "using their weights, call the model rather than its parts, and have output= return "
             "every tensor that the loss is computed from; or exclude the layers, "
             'groups=[{"prefix": ..., "treatment": "plain"}]',
             stacklevel=2,

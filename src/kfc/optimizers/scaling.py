@@ -1,11 +1,12 @@
 """Scaled gradients: a diagonal block for parameters that have no Fisher block.
 
-The block is D = √v̂ + ε, with the second moments v of the parameter's gradients as in Adam:
-v ← β v + (1 - β) g² begins at zero, and v̂ = v / (1 - βᵗ) after t updates.
+The block is D = (√v̂ + ε) / (1 - μ), with the second moments v of the parameter's gradients as in
+Adam: v ← β v + (1 - β) g² begins at zero, and v̂ = v / (1 - βᵗ) after t updates. Momentum adds up
+1 / (1 - μ) updates, so that steps have the length of Adam's.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,14 @@ from kfc.optimizers.adam import SQUARE, STEP
 
 # β and ε.
 DECAY, EPSILON = 0.99, 1e-8
+
+
+class Scaled(NamedTuple):
+    """A parameter with such a block: its name, its state and its momentum μ."""
+
+    name: str
+    state: dict[str, Any]
+    momentum: float
 
 
 class GradientScales:
@@ -28,22 +37,22 @@ class GradientScales:
         self._proposed: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
 
     def diagonals(
-        self, gradients: Mapping[str, Tensor], states: Mapping[str, dict[str, Any]]
+        self, gradients: Mapping[str, Tensor], parameters: Iterable[Scaled]
     ) -> dict[str, Tensor]:
-        """Return D by name, with the gradients of this step in v.
+        """Return D of parameters by name, with the gradients of this step in v.
 
         Args:
             gradients: gradients of the loss, without weight decay, by name.
-            states: the states of the parameters that have such a block, by name.
         """
         self._proposed, found = [], {}
-        for name, state in states.items():
+        for name, state, momentum in parameters:
             gradient = at_least_float32(gradients[name])
             old = _moments(state, gradient)
             count = old[STEP] + 1
             square = torch.lerp(old[SQUARE], gradient * gradient, 1 - DECAY)
             self._proposed.append((state, {STEP: count, SQUARE: square}))
-            found[name] = (square / (1 - DECAY**count)).sqrt_().add_(EPSILON)
+            deviation = (square / (1 - DECAY**count)).sqrt_().add_(EPSILON)
+            found[name] = deviation.div_(1 - momentum)
         return found
 
     def keep_(self, bad: Tensor | None) -> None:

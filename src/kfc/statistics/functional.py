@@ -130,6 +130,4 @@ def _unchecked(function: Any) -> Callable[..., Any]:
     Functions of torch that are written in Python do so, and the mode does not see what they call.
     """
     names = {**function.__globals__, "has_torch_function": lambda _: False}
-    result = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-    result.__kwdefaults__ = function.__kwdefaults__
-    return result
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
