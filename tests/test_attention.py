@@ -133,10 +133,11 @@ def test_encoder_layers_train_with_factors(optimizer, dropout):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True)
     model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Linear(24, 3))
-    inputs, targets = torch.randn(40, 3, 8), torch.randint(3, (40,))
+    # A quarter of 96 examples is replayed for statistics.
+    inputs, targets = torch.randn(96, 3, 8), torch.randint(3, (96,))
     trained = optimizer(model, lr=0.05)
     losses = []
-    for _ in range(25):
+    for _ in range(20):
         trained.zero_grad()
         loss = F.cross_entropy(model(inputs), targets)
         loss.backward()

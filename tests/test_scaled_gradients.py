@@ -51,7 +51,7 @@ def described(optimizer, word: str) -> set[str]:
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("momentum", [0.0, 0.8])
 def test_updates_are_those_of_adam_in_place_of_the_gradient(momentum, decay):
-    """m ← μm - α (1 - μ) (g + λθ) / (√v̂ + ε), θ ← θ + m; v of the gradients of the loss."""
+    """m ← μm - α √(1 - μ²) (g + λθ) / (√v̂ + ε), θ ← θ + m; v of the gradients of the loss."""
     model = Bare()
     optimizer = kfc.KFC(model, lr=0.1, momentum=momentum, clip=None, weight_decay=decay)
     assert described(optimizer, "scaled gradient") == set(OTHERS)
@@ -64,9 +64,26 @@ def test_updates_are_those_of_adam_in_place_of_the_gradient(momentum, decay):
             squares[name] = 0.99 * squares[name] + 0.01 * parameter.grad**2
             deviation = (squares[name] / (1 - 0.99**step)).sqrt() + 1e-8
             direction = (parameter.grad + decay * before[name]) / deviation
-            moved[name] = momentum * moved[name] - 0.1 * (1 - momentum) * direction
+            rate = 0.1 * math.sqrt(1 - momentum**2)
+            moved[name] = momentum * moved[name] - rate * direction
             torch.testing.assert_close(parameter.detach(), before[name] + moved[name])
     assert set(optimizer.factors) == {"layer"}
+
+
+def test_steps_have_the_length_of_the_rate_with_any_momentum():
+    """This holds for gradients that are independent from step to step."""
+    for momentum in (0.0, 0.9):
+        model = nn.ParameterDict({"weight": torch.zeros(1000)})
+        optimizer = kfc.KFC(model, lr=0.01, momentum=momentum, clip=None)
+        lengths = []
+        for step in range(60):
+            optimizer.zero_grad()
+            before = model["weight"].detach().clone()
+            model["weight"].grad = torch.randn(1000) * torch.linspace(0.1, 10, 1000)
+            optimizer.step()
+            if step >= 30:
+                lengths.append((model["weight"].detach() - before).square().mean().sqrt())
+        assert torch.stack(lengths).mean().item() == pytest.approx(0.01, rel=0.1)
 
 
 def test_the_gradient_as_it_is():

@@ -10,6 +10,7 @@ from kfc.layers import TiedEmbeddingLayer, find_layers
 from kfc.moments.folding import fold, plus_diagonal, unfold
 from reference import fitting_loss
 from test_layers import EXACT, after_one_batch
+from test_look_alikes import Conv1D
 
 pytestmark = pytest.mark.usefixtures("double")
 TOKENS, WIDTH = 7, 3
@@ -180,6 +181,41 @@ def test_other_ties_have_no_factors():
     layer = find_layers(model).layers["embedding"]
     assert isinstance(layer, TiedEmbeddingLayer)
     assert layer.module is model.head
+
+
+class GPT(nn.Module):
+    """One block of GPT-2, with the parts that Transformers builds it from."""
+
+    def __init__(self):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(11, 8), nn.Embedding(4, 8)
+        self.ln_1, self.ln_2, self.ln_f = (nn.LayerNorm(8) for _ in range(3))
+        self.c_attn, self.c_proj = Conv1D(24, 8), Conv1D(8, 8)
+        self.c_fc, self.c_out = Conv1D(32, 8), Conv1D(8, 32)
+        self.lm_head = nn.Linear(8, 11, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, tokens):
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1])[None])
+        query, key, value = self.c_attn(self.ln_1(x)).chunk(3, dim=-1)
+        x = x + self.c_proj(F.scaled_dot_product_attention(query, key, value, is_causal=True))
+        x = x + self.c_out(F.gelu(self.c_fc(self.ln_2(x))))
+        return self.lm_head(self.ln_f(x)).transpose(1, 2)
+
+
+def test_all_weights_of_a_small_gpt_have_curvature():
+    torch.manual_seed(0)
+    model, tokens = GPT(), torch.randint(11, (80, 4))
+    optimizer = kfc.KFC(model, lr=0.03)
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(tokens), tokens)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert not optimizer.engine.plan.plain
+    assert losses[-1] < losses[0] / 2
 
 
 def test_whitened_adam_updates_tied_weights_by_adam():

@@ -1,10 +1,12 @@
 """Scaled gradients: a diagonal block for parameters that have no Fisher block.
 
-The block is D = (√v̂ + ε) / (1 - μ), with the second moments v of the parameter's gradients as in
-Adam: v ← β v + (1 - β) g² begins at zero, and v̂ = v / (1 - βᵗ) after t updates. Momentum adds up
-1 / (1 - μ) updates, so that steps have the length of Adam's.
+The block is D = (√v̂ + ε) / √(1 - μ²), with the second moments v of the parameter's gradients as in
+Adam: v ← β v + (1 - β) g² begins at zero, and v̂ = v / (1 - βᵗ) after t updates. Momentum multiplies
+the mean square of independent updates by 1 / (1 - μ²), so that with any μ the root mean square of a
+step is α, as that of normalised gradients without momentum.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -52,7 +54,7 @@ class GradientScales:
             square = torch.lerp(old[SQUARE], gradient * gradient, 1 - DECAY)
             self._proposed.append((state, {STEP: count, SQUARE: square}))
             deviation = (square / (1 - DECAY**count)).sqrt_().add_(EPSILON)
-            found[name] = deviation.div_(1 - momentum)
+            found[name] = deviation.div_(math.sqrt(1 - momentum**2))
         return found
 
     def keep_(self, bad: Tensor | None) -> None:
