@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import kfc
 from kfc.layers import TiedEmbeddingLayer, find_layers
 from kfc.moments.folding import fold, plus_diagonal, unfold
+from ranks import run_ranks
 from reference import fitting_loss
 from test_layers import EXACT, after_one_batch
 from test_look_alikes import Conv1D
@@ -221,3 +223,23 @@ def test_all_weights_of_a_small_gpt_have_curvature():
 def test_whitened_adam_updates_tied_weights_by_adam():
     optimizer = kfc.WhitenedAdam(Language())
     assert "its weight is that of an embedding, too" in optimizer.describe()
+
+
+def factors_on_a_rank(rank, state, indices):
+    """Return the factors after one step, of all ranks together."""
+    torch.set_default_dtype(torch.float64)
+    model = Language(bias=True)
+    model.load_state_dict(state)
+    model = DistributedDataParallel(model)
+    optimizer = kfc.KFC(model, curvature=EXACT)
+    fitting_loss(model(indices[rank::2])).backward()
+    optimizer.step()
+    return [factor.tolist() for factor in optimizer.factors["embedding"]]
+
+
+def test_ranks_add_up_both_uses():
+    model, indices = Language(bias=True), torch.randint(TOKENS, (8, 4))
+    expected = after_one_batch(model, indices).factors["embedding"]
+    for found in run_ranks(factors_on_a_rank, 2, model.state_dict(), indices):
+        for own, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(own), other)
