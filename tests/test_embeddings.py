@@ -116,7 +116,7 @@ def test_rows_and_their_moments_agree():
 @pytest.mark.parametrize(
     "options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
 )
-def test_options_that_change_the_gradient_are_left_to_the_plain_gradient(options):
+def test_options_that_change_the_gradient_have_no_factors(options):
     plan = find_layers(nn.Sequential(nn.Embedding(5, 3, **options)))
     assert next(iter(options)) in plan.plain["0.weight"]
 

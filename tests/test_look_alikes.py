@@ -225,12 +225,11 @@ def test_training_follows_that_of_the_stock_layer(kind):
     [
         ScaledStdConv2d(2, 3, 2),
         DropConnect(3, 4),
-        LinearReLU(3, 4),
         Scaled(3, 4),
     ],
     ids=lambda module: type(module).__name__,
 )
-def test_modules_that_compute_something_else_follow_the_plain_gradient(module):
+def test_modules_that_compute_something_else_have_no_factors(module):
     plan = find_layers(nn.Sequential(module))
     assert not plan.layers
     assert len(plan.plain) == len(list(module.parameters()))
@@ -242,7 +241,9 @@ def test_initial_values_do_not_hide_what_a_module_computes():
     for module in (rectified, linear):
         nn.init.zeros_(module.weight)
         nn.init.zeros_(module.bias)
-    assert set(find_layers(nn.Sequential(rectified, linear)).layers) == {"1"}
+    layers = find_layers(nn.Sequential(rectified, linear)).layers
+    assert layers["0"].functional
+    assert not layers["1"].functional
 
 
 class Recording(nn.Linear):
@@ -488,8 +489,61 @@ def test_statistics_of_a_look_alike_leave_its_buffers_as_the_forward_pass_did():
 
 @pytest.mark.parametrize(
     "module",
-    [BatchNormAct2d(3, nn.ReLU()), Whichever(3), Batchwise(3), nn.PReLU()],
+    [BatchNormAct2d(3, nn.PReLU()), Whichever(3), Batchwise(3), nn.PReLU()],
     ids=lambda module: type(module).__name__,
 )
-def test_modules_that_are_not_affine_per_channel_follow_the_plain_gradient(module):
+def test_modules_that_are_not_affine_per_channel_have_no_blocks(module):
     assert not find_layers(nn.Sequential(module)).layers
+
+
+# Modules that do more than a function that they call
+
+
+class ConvReLU(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class TwiceLinear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).relu() + super().forward(-x)
+
+
+@pytest.mark.parametrize(
+    ("joined", "stock", "shape"),
+    [
+        (LinearReLU(3, 4), nn.Linear(3, 4), (5, 2, 3)),
+        (ConvReLU(2, 4, 3, 2, 1, groups=2), nn.Conv2d(2, 4, 3, 2, 1, groups=2), (4, 2, 5, 6)),
+        (BatchNormAct2d(3, nn.ReLU()), nn.BatchNorm2d(3), (4, 3, 2, 5)),
+    ],
+    ids=["linear", "convolution", "batch normalisation"],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_module_that_does_more_than_its_base_class(joined, stock, shape, training):
+    """Compared with the stock layer, followed by what the module adds."""
+    joined, stock = joined.double(), stock.double()
+    nn.init.uniform_(joined.weight)
+    stock.load_state_dict(joined.state_dict())
+    inputs = torch.randn(shape)
+    head = Locations(stock(inputs).detach())
+    stock.load_state_dict(joined.state_dict())
+    curvature = kfc.Kronecker(fisher="exact", gather_in_eval=True)
+    models = nn.Sequential(joined, head), nn.Sequential(nn.Sequential(stock, nn.ReLU()), head)
+    found = []
+    for model in models:
+        model.train(training)
+        model.zero_grad()
+        found.append(after_one_batch(model, inputs, curvature, damping=0.1))
+    if isinstance(stock, nn.BatchNorm2d):
+        torch.testing.assert_close(found[0].blocks["0"], found[1].blocks["0.0"])
+    else:
+        torch.testing.assert_close(found[0].factors["0"], found[1].factors["0.0"])
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    torch.testing.assert_close(joined.state_dict(), stock.state_dict())
+    kind = type(found[0].engine.plan.layers["0"]).__name__
+    assert f"{type(joined).__name__}, treated as {kind}" in found[0].describe()
+
+
+def test_functions_that_are_called_twice_are_left_alone():
+    assert not find_layers(nn.Sequential(TwiceLinear(3, 3))).layers

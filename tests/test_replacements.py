@@ -109,7 +109,7 @@ def added(model):
 def another_type(model):
     class Scaled(nn.Linear):
         def forward(self, x):
-            return 2 * super().forward(x)
+            return F.linear(x, 2 * self.weight, self.bias)
 
     model[3] = Scaled(8, 3)
 

@@ -597,7 +597,7 @@ def test_unfrozen_parameters_get_statistics_immediately():
     assert "0" in optimizer.factors
 
 
-def test_a_layer_outside_the_model_forward_follows_its_plain_gradient():
+def test_a_layer_outside_the_model_forward_loses_its_curvature():
     class Aside(nn.Module):
         def __init__(self):
             super().__init__()

@@ -26,7 +26,13 @@ from kfc.fisher.calls import (
 from kfc.fisher.compiled import eagerly
 from kfc.fisher.heads import Output, select_output
 from kfc.fisher.likelihoods import Likelihood, resolve_likelihood
-from kfc.layers import LinearLayer, MatrixLayer, find_layers, mixes_examples
+from kfc.layers import (
+    LinearLayer,
+    MatrixLayer,
+    TiedEmbeddingLayer,
+    find_layers,
+    mixes_examples,
+)
 from kfc.statistics.backward import output_edge
 
 # Enumerating the targets takes one backward pass per column.
@@ -172,11 +178,16 @@ class LayerRecord:
 
 
 def factored_layers(model: nn.Module) -> dict[str, MatrixLayer]:
-    """Return the layers that can be analysed, by name: those with Kronecker factors."""
+    """Return the layers that can be analysed, by name: those with Kronecker factors.
+
+    These are layers whose modules compute the product of one dense matrix and their inputs.
+    """
     return {
         name: layer
         for name, layer in find_layers(model).layers.items()
-        if isinstance(layer, MatrixLayer) and layer.trained() and not layer.one_hot
+        if isinstance(layer, MatrixLayer)
+        and layer.trained()
+        and not (layer.one_hot or layer.functional or isinstance(layer, TiedEmbeddingLayer))
     }
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from types import MappingProxyType
 
 from torch import nn
 
@@ -18,7 +17,8 @@ def describe_layers(
     model: nn.Module,
     plan: Plan,
     curvature: ModelCurvature,
-    columns: Mapping[str, Columns] = MappingProxyType({}),
+    columns: Mapping[str, Columns],
+    others: Mapping[str, str],
 ) -> str:
     """Return one row per parameter: treatment, factor shapes, memory, and the reason.
 
@@ -26,6 +26,7 @@ def describe_layers(
 
     Args:
         columns: the limits of inverses that are not known yet; by default those in force.
+        others: the treatment of the parameters without a block, by name.
     """
     rows: list[tuple[str, ...]] = []
     described: set[str] = set()
@@ -36,7 +37,7 @@ def describe_layers(
             rows.append((name, shape, "frozen", "", "", "requires_grad is False"))
             continue
         if name in plan.plain:
-            rows.append((name, shape, curvature.options.fallback, "", "", plan.plain[name]))
+            rows.append((name, shape, others[name], "", "", plan.plain[name]))
             continue
         owner = plan.layer_of[name][0]
         layer = curvature.layers[owner]

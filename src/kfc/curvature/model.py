@@ -196,13 +196,16 @@ class ModelCurvature:
 
     # Natural gradients
 
-    def solve_(self, vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def solve_(
+        self, vectors: dict[str, Tensor], diagonals: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> dict[str, Tensor]:
         """Replace vectors v in a dict by F̂_damped⁻¹ v (eqn 11) in new tensors, layer by layer.
 
-        Vectors of parameters without a block are replaced by copies.
+        Vectors of parameters without a block are divided by their diagonal, or replaced by copies.
 
         Args:
             vectors: by parameter name.
+            diagonals: what stands in for the blocks of parameters without one, by name.
 
         Returns:
             vᵀ F̂_damped⁻¹ v, summed over the entries of each parameter, by its name.
@@ -212,8 +215,9 @@ class ModelCurvature:
             products |= {name: inner_product(vectors[name], v) for name, v in natural.items()}
             vectors |= natural
         for name in vectors.keys() - products.keys():
-            products[name] = inner_product(vectors[name], vectors[name])
-            vectors[name] = vectors[name].clone()
+            own = vectors[name]
+            vectors[name] = own / diagonals[name] if name in diagonals else own.clone()
+            products[name] = inner_product(own, vectors[name])
         return products
 
     def whiten(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,8 +14,9 @@ from kfc.curvature.kronecker import INVERSES
 from kfc.curvature.layer import LayerCurvature
 from kfc.curvature.prong import PRONGCurvature
 from kfc.curvature.sua import SUACurvature
+from kfc.curvature.tied import TiedCurvature
 from kfc.curvature.whitening import WhiteningCurvature
-from kfc.layers import Layer, MatrixLayer, NormalisationLayer
+from kfc.layers import Layer, MatrixLayer, NormalisationLayer, TiedEmbeddingLayer
 
 FisherKind = Literal["sampled", "exact", "empirical"]
 InverseKind = Literal["factored", "eigen"]
@@ -153,7 +154,7 @@ class Kronecker(FactorApproximation):
         return self.inverse
 
     def for_matrix(self, layer: MatrixLayer) -> LayerCurvature:
-        kind = KroneckerCurvature if layer.one_hot else self.curvature
+        kind = _with_indices(layer) or self.curvature
         inverse = INVERSES[self.inverse]
         return kind(layer, inverse, self.max_factor_size, self.inverse_error)
 
@@ -191,8 +192,9 @@ class EKFAC(FactorApproximation):
     name: ClassVar[str] = "ekfac"
 
     def for_matrix(self, layer: MatrixLayer) -> LayerCurvature:
-        if layer.one_hot:
-            return KroneckerCurvature(layer, INVERSES["eigen"], self.max_factor_size)
+        kind = _with_indices(layer)
+        if kind is not None:
+            return kind(layer, INVERSES["eigen"], self.max_factor_size)
         return EKFACCurvature(layer, MeasuredInverse, self.max_factor_size)
 
 
@@ -207,8 +209,9 @@ class Diagonal(Approximation):
     name: ClassVar[str] = "diagonal"
 
     def for_matrix(self, layer: MatrixLayer) -> LayerCurvature:
-        if layer.one_hot:
-            return KroneckerCurvature(layer, INVERSES["factored"], max_factor_size=0)
+        kind = _with_indices(layer)
+        if kind is not None:
+            return kind(layer, INVERSES["factored"], max_factor_size=0)
         return DiagonalCurvature(layer)
 
 
@@ -240,6 +243,8 @@ class Whitening(FactorApproximation):
         require_whole("block_size", self.block_size)
 
     def exclusion(self, layer: Layer) -> str | None:
+        if isinstance(layer, TiedEmbeddingLayer):
+            return "its weight is that of an embedding, too"
         if isinstance(layer, MatrixLayer):
             # Adam scales the rows by itself.
             return "its inputs are not correlated" if layer.one_hot else None
@@ -247,6 +252,13 @@ class Whitening(FactorApproximation):
 
     def for_matrix(self, layer: MatrixLayer) -> LayerCurvature:
         return WhiteningCurvature(layer, self.max_factor_size, self.block_size)
+
+
+def _with_indices(layer: MatrixLayer) -> type[KroneckerCurvature] | None:
+    """Return the Kronecker factors of a layer with indices as inputs, with every approximation."""
+    if isinstance(layer, TiedEmbeddingLayer):
+        return TiedCurvature
+    return KroneckerCurvature if layer.one_hot else None
 
 
 CurvatureChoice = Literal["kfc", "sua", "prong", "ekfac", "diagonal"] | Approximation

@@ -2,7 +2,7 @@
 
 Two kinds of layers have a Fisher block: those that multiply rows of their input by a matrix
 (linear and convolutional layers) and normalisation layers, which have a small block per channel.
-Every other parameter follows its plain gradient, for a reason that ``PlainGradient`` states.
+Every other parameter has none, for a reason that ``PlainGradient`` states.
 
 To add a layer type, subclass ``MatrixLayer`` or ``LinearLayer`` and register it::
 
@@ -11,6 +11,7 @@ To add a layer type, subclass ``MatrixLayer`` or ``LinearLayer`` and register it
         return MyLayer(module)
 """
 
+from kfc.layers.attention import InProjectionLayer
 from kfc.layers.base import (
     Layer,
     LinearLayer,
@@ -23,7 +24,7 @@ from kfc.layers.convolution import (
     SameConvolutionLayer,
     TransposedConvolutionLayer,
 )
-from kfc.layers.embedding import EmbeddingLayer
+from kfc.layers.embedding import EmbeddingLayer, TiedEmbeddingLayer
 from kfc.layers.look_alikes import is_look_alike
 from kfc.layers.normalisation import mixes_examples
 from kfc.layers.registry import PlainGradient, Plan, find_layers, layer_for
@@ -31,6 +32,7 @@ from kfc.layers.registry import PlainGradient, Plan, find_layers, layer_for
 __all__ = [
     "ConvolutionLayer",
     "EmbeddingLayer",
+    "InProjectionLayer",
     "Layer",
     "LinearLayer",
     "MatrixLayer",
@@ -38,6 +40,7 @@ __all__ = [
     "PlainGradient",
     "Plan",
     "SameConvolutionLayer",
+    "TiedEmbeddingLayer",
     "TransposedConvolutionLayer",
     "TransposedLinearLayer",
     "find_layers",

@@ -1,7 +1,8 @@
 """The geometry that every kind of layer describes, and linear layers, the simplest kind."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import ClassVar, cast
 
 import torch
@@ -21,6 +22,11 @@ class Layer(ABC):  # noqa: B024 - its subclasses are abstract
 
     #: The covered parameters, in the order of the block's coordinates.
     roles: ClassVar[tuple[str, ...]] = ()
+    #: The names of the module's parameters, by role, where they differ from the roles.
+    names: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    #: Whether the module calls a function with the parameters, such as ``F.linear``, and does more
+    #: than that; calls of the function, not of the module, are then calls of the layer.
+    functional: bool = False
 
     def __init__(self, module: nn.Module) -> None:
         self.modules: tuple[nn.Module, ...] = (module,)
@@ -29,13 +35,17 @@ class Layer(ABC):  # noqa: B024 - its subclasses are abstract
         """Treat several modules that share their parameters as calls of this layer."""
         self.modules = modules
 
+    def use_function(self) -> None:
+        """Treat calls of a function as calls of this layer; see ``functional``."""
+        self.functional = True
+
     @property
     def module(self) -> nn.Module:
         return self.modules[0]
 
     @property
     def weight(self) -> nn.Parameter:
-        return cast(nn.Parameter, self.module._parameters["weight"])
+        return cast(nn.Parameter, self.module._parameters[self.names.get("weight", "weight")])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -44,18 +54,18 @@ class Layer(ABC):  # noqa: B024 - its subclasses are abstract
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters, by role, in the order of ``roles``."""
-        parameters = {role: self.module._parameters.get(role) for role in self.roles}
+        own, names = self.module._parameters, self.names
+        parameters = {role: own.get(names.get(role, role)) for role in self.roles}
         return {role: p for role, p in parameters.items() if p is not None}
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are not frozen, by role, in the order of ``roles``."""
-        own = self.module._parameters
-        return {role: cast(nn.Parameter, own[role]) for role in self.trained_roles()}
+        return {role: p for role, p in self.parameters().items() if p.requires_grad}
 
     def trained_roles(self) -> tuple[str, ...]:
         """Return the roles of the parameters that are not frozen; called often in every step."""
-        own = self.module._parameters
-        found = [(role, own.get(role)) for role in self.roles]
+        own, names = self.module._parameters, self.names
+        found = [(role, own.get(names.get(role, role))) for role in self.roles]
         return tuple([role for role, p in found if p is not None and p.requires_grad])
 
 

@@ -1,4 +1,4 @@
-"""Embeddings, which multiply one-hot rows by their weight."""
+"""Embeddings, which multiply one-hot rows by their weight, and heads that share it."""
 
 from typing import ClassVar
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfc.layers.base import TransposedLinearLayer
+from kfc.layers.base import LinearLayer, TransposedLinearLayer
 
 
 class EmbeddingLayer(TransposedLinearLayer):
@@ -23,10 +23,7 @@ class EmbeddingLayer(TransposedLinearLayer):
         return rows * self._counts_as_row(rows)
 
     def activation_moment(self, source: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
-        indices = source.long().flatten()
-        ones = torch.ones(indices.shape, dtype=self.dtype, device=indices.device)
-        counts = ones.new_zeros(self.module.num_embeddings).index_add_(0, indices, ones)
-        counts = (counts * self._counts_as_row(counts)).unsqueeze(0)
+        counts = index_counts(self.module, source, self.dtype)
         return counts if diagonal else torch.diag_embed(counts)
 
     def _counts_as_row(self, like: Tensor) -> Tensor:
@@ -35,3 +32,30 @@ class EmbeddingLayer(TransposedLinearLayer):
         if self.module.padding_idx is not None:
             mask[self.module.padding_idx] = 0
         return mask
+
+
+def index_counts(embedding: nn.Embedding, indices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return how often each index occurs, (1, indices); never for the padding."""
+    flat = indices.long().flatten()
+    ones = torch.ones(flat.shape, dtype=dtype, device=flat.device)
+    counts = ones.new_zeros(embedding.num_embeddings).index_add_(0, flat, ones)
+    if embedding.padding_idx is not None:
+        counts[embedding.padding_idx] = 0
+    return counts.unsqueeze(0)
+
+
+class TiedEmbeddingLayer(LinearLayer):
+    """``nn.Linear`` with the weight of embeddings, as in language models: a row per index.
+
+    Calls with indices are those of an embedding, all others those of the linear layer.
+    """
+
+    def tie(self, modules: tuple[nn.Module, ...]) -> None:
+        """Treat modules as calls of this layer; the linear ones come first."""
+        super().tie(tuple(sorted(modules, key=lambda module: isinstance(module, nn.Embedding))))
+
+    def index_counts(self, indices: Tensor) -> Tensor:
+        """Return how often each index occurs, (1, indices); never for the padding."""
+        embedding = self.modules[-1]
+        assert isinstance(embedding, nn.Embedding)
+        return index_counts(embedding, indices, self.dtype)

@@ -7,7 +7,7 @@ the global random state are not touched.
 
 import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.overrides import TorchFunctionMode
 
 from kfc.layers.affine import AffineLastLayer, AffineSecondLayer, affine_parts, bare_copy
 from kfc.layers.base import Layer, LinearLayer, TransposedLinearLayer
@@ -27,6 +28,7 @@ from kfc.layers.convolution import (
     TransposedConvolutionLayer,
     pad_same,
 )
+from kfc.layers.functions import FUNCTIONS, arguments_of, is_call_of
 
 # The largest difference from the formula, relative to the largest output; probes are in float32.
 TOLERANCE = 1e-4
@@ -54,14 +56,25 @@ class Candidate(NamedTuple):
     formula: Callable[[Any, Tensor], Tensor]
 
 
-# The class found for a module, or None, with the configuration that it was found for.
-_found: WeakKeyDictionary[nn.Module, tuple[object, type[Layer] | None]] = WeakKeyDictionary()
+class Found(NamedTuple):
+    """The class of a layer, and whether its calls are those of a function."""
+
+    layer: type[Layer]
+    functional: bool
 
 
-def look_alike(module: nn.Module) -> Layer | None:
+# What was found for a module, if anything, with the configuration that it was found for.
+_found: WeakKeyDictionary[nn.Module, tuple[object, Found | None]] = WeakKeyDictionary()
+
+
+def look_alike(module: nn.Module, stock: type[Layer] | None = None) -> Layer | None:
     """Return the layer that computes what the module computes, or ``None`` if none is found.
 
     The module is run once, unless its configuration changes; a frozen one is not run at all.
+
+    Args:
+        stock: the layer class of the type that the module's is derived from. It is returned if the
+            module calls the function of that type, as ``F.batch_norm``, and does more than that.
     """
     parameters = {role: p for role, p in module._parameters.items() if p is not None}
     configuration = type(module), [(role, p.shape) for role, p in parameters.items()]
@@ -69,10 +82,14 @@ def look_alike(module: nn.Module) -> Layer | None:
     if known is None or known[0] != configuration:
         if not any(p.requires_grad for p in parameters.values()):
             return None
-        known = configuration, _search(module) if _can_be_run(module) else None
+        known = configuration, _search(module, stock) if _can_be_run(module) else None
         _found[module] = known
-    layer = known[1]
-    return None if layer is None else layer(module)
+    if known[1] is None:
+        return None
+    layer = known[1].layer(module)
+    if known[1].functional:
+        layer.use_function()
+    return layer
 
 
 def is_look_alike(module: nn.Module) -> bool:
@@ -101,8 +118,11 @@ def _can_be_run(module: nn.Module) -> bool:
     return len(arguments) == 1 or arguments[1:] == ["output_size"]
 
 
-def _search(module: nn.Module) -> type[Layer] | None:
-    """Return the class of the first candidate whose formula the module computes, in both modes."""
+def _search(module: nn.Module, stock: type[Layer] | None) -> Found | None:
+    """Return the class of the first candidate whose formula the module computes, in both modes.
+
+    Otherwise return the class that ``look_alike()`` was called with, if it fits.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
     with _without_traces():
         try:
@@ -111,9 +131,64 @@ def _search(module: nn.Module) -> type[Layer] | None:
             return None
         candidates = _candidates(probe)
         found = [each.layer for each in candidates if _computes(probe, each, generator)]
-    if {AffineLastLayer, AffineSecondLayer} <= set(found):
-        return None  # the place of the channels depends on the inputs
-    return found[0] if found else None
+        if {AffineLastLayer, AffineSecondLayer} <= set(found):
+            return None  # the place of the channels depends on the inputs
+        if found:
+            return Found(found[0], functional=False)
+        if stock is not None and _calls_function(probe, stock(probe), generator):
+            return Found(stock, functional=True)
+    return None
+
+
+class _Watch(TorchFunctionMode):
+    """Counts the calls of a layer's function, with its parameters."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.calls, self._layer = 0, layer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in FUNCTIONS:
+            self.calls += is_call_of(self._layer, func, arguments_of(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _calls_function(probe: nn.Module, layer: Layer, generator: torch.Generator) -> bool:
+    """Return whether a module calls its layer's function, once in each mode."""
+    shapes = _input_shapes(probe)
+    for shape in shapes:
+        inputs = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        for training in (True, False):
+            probe.train(training)
+            try:
+                with _Watch(layer) as watch:
+                    type(probe).forward(probe, inputs.clone())
+            except Exception:  # inputs that the module does not accept
+                return False
+            if watch.calls != 1:
+                return False
+    return bool(shapes)
+
+
+# The sizes of the maps that batch normalisation is run on.
+MAPS = {nn.BatchNorm1d: (5,), nn.BatchNorm2d: (5, 6), nn.BatchNorm3d: (3, 4, 5)}
+
+
+def _input_shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
+    """Return shapes of inputs that a type of module accepts."""
+    if isinstance(module, nn.Linear):
+        return (5, 3, module.in_features), (16, module.in_features)
+    if isinstance(module, _ConvNd):
+        extents = zip(module.kernel_size, module.dilation, strict=True)
+        sizes = [d * (k - 1) + 1 for k, d in extents]
+        # Two sizes, so that the padding of "same" differs for most strides
+        return tuple(
+            (2, module.in_channels, *(n + i + more for i, n in enumerate(sizes))) for more in (1, 2)
+        )
+    kinds = [kind for kind in MAPS if isinstance(module, kind)]
+    return tuple((4, cast(_BatchNorm, module).num_features, *MAPS[kind]) for kind in kinds)
 
 
 @contextmanager
@@ -184,11 +259,7 @@ def _convolutions(module: _ConvNd) -> Iterator[Candidate]:
     base = next((kind for kind in stock if isinstance(module, kind)), None)
     if base is None:
         return
-    extents = [d * (k - 1) + 1 for k, d in zip(module.kernel_size, module.dilation, strict=True)]
-    # Two sizes, so that the padding of "same" differs for most strides
-    shapes = tuple(
-        (2, module.in_channels, *(n + i + more for i, n in enumerate(extents))) for more in (1, 2)
-    )
+    shapes = _input_shapes(module)
     layer = TransposedConvolutionLayer if is_transposed else ConvolutionLayer
     yield Candidate(layer, shapes, base.forward)
     if not is_transposed:

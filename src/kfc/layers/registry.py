@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import singledispatch
 
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
+from kfc.layers.attention import InProjectionLayer
 from kfc.layers.base import Layer, LinearLayer
 from kfc.layers.convolution import ConvolutionLayer, TransposedConvolutionLayer
-from kfc.layers.embedding import EmbeddingLayer
+from kfc.layers.embedding import EmbeddingLayer, TiedEmbeddingLayer
 from kfc.layers.look_alikes import METHODS, look_alike
 from kfc.layers.normalisation import (
     BatchNormLayer,
@@ -36,9 +36,11 @@ def layer_for(module: nn.Module) -> Layer | PlainGradient:
     return PlainGradient(f"no layer class for {type(module).__name__}")
 
 
-@layer_for.register(NonDynamicallyQuantizableLinear)
-def _(module: nn.Module) -> PlainGradient:
-    return PlainGradient("attention reads this weight without calling the module")
+@layer_for.register(nn.MultiheadAttention)
+def _(module: nn.MultiheadAttention) -> Layer | PlainGradient:
+    if module.in_proj_weight is None:
+        return PlainGradient("the projections of queries, keys and values are separate")
+    return InProjectionLayer(module)
 
 
 @layer_for.register(nn.Embedding)
@@ -105,14 +107,16 @@ def find_layers(model: nn.Module) -> Plan:
         treatment = treatments[name]
         if isinstance(treatment, Layer) and leaders[name] == name:
             plan.layers[name] = treatment
-        for role, parameter in _own_parameters(module).items():
+        for own, parameter in _own_parameters(module).items():
             key = names[id(parameter)]
             if isinstance(treatment, PlainGradient):
                 plan.plain[key] = treatment.reason
-            elif role in treatment.roles:
-                plan.layer_of[key] = (leaders[name], role)
+                continue
+            roles = {treatment.names.get(role, role): role for role in treatment.roles}
+            if own in roles:
+                plan.layer_of[key] = (leaders[name], roles[own])
             else:
-                plan.plain[key] = f"{type(treatment).__name__} does not cover {role!r}"
+                plan.plain[key] = f"{type(treatment).__name__} does not cover {own!r}"
     return plan
 
 
@@ -135,7 +139,7 @@ def _treatment(name: str, module: nn.Module) -> Layer | PlainGradient:
     known = next(cls for cls in type(module).__mro__ if cls in layer_for.registry)
     if isinstance(treatment, PlainGradient):
         return (look_alike(module) if known is object else None) or treatment
-    if module._parameters.get("weight") is None:
+    if module._parameters.get(treatment.names.get("weight", "weight")) is None:
         if not hasattr(module, "weight"):
             raise ValueError(
                 f"{name} has a layer class, but no parameter called 'weight': layer classes cover "
@@ -145,7 +149,7 @@ def _treatment(name: str, module: nn.Module) -> Layer | PlainGradient:
     for method in METHODS:
         inherited = getattr(type(module), method, None) is getattr(known, method, None)
         if method in module.__dict__ or not inherited:
-            return look_alike(module) or PlainGradient(
+            return look_alike(module, type(treatment)) or PlainGradient(
                 f"{type(module).__name__} overrides {method}; register a layer class for it"
             )
     return treatment
@@ -157,7 +161,8 @@ def _joined_where_tied(
     """Return the treatment and the layer name of each module, where modules may share parameters.
 
     Modules of one configuration that share all their parameters become one layer, called several
-    times. Any other tie has no Kronecker factors: those modules get the plain gradient.
+    times, and so do a linear layer and embeddings that share its weight. Modules with any other tie
+    have no Kronecker factors.
     """
     sharers: dict[int, list[str]] = defaultdict(list)
     for name, module in owners.items():
@@ -166,6 +171,10 @@ def _joined_where_tied(
     ties = [names for names in sharers.values() if len(names) > 1]
 
     treatments, joined = dict(treatments), set[str]()
+    for names in ties:
+        layer = _tied_embedding([(owners[name], treatments[name]) for name in names])
+        if layer is not None:
+            treatments.update(dict.fromkeys(names, layer))
     unsettled = True
     while unsettled:
         unsettled = False
@@ -189,10 +198,23 @@ def _joined_where_tied(
     return treatments, leaders
 
 
+def _tied_embedding(
+    sharers: list[tuple[nn.Module, Layer | PlainGradient]],
+) -> TiedEmbeddingLayer | None:
+    """Return the layer of a linear module and of embeddings that share its weight, if they are."""
+    heads = [module for module, layer in sharers if type(layer) is LinearLayer]
+    embeddings = [module for module, layer in sharers if type(layer) is EmbeddingLayer]
+    paddings = {module.padding_idx for module in embeddings if isinstance(module, nn.Embedding)}
+    are_all = len(heads) + len(embeddings) == len(sharers)
+    return TiedEmbeddingLayer(heads[0]) if are_all and len(heads) == len(paddings) == 1 else None
+
+
 def _configuration(module: nn.Module, treatment: Layer | PlainGradient) -> object:
     """Return a value that is equal for modules whose calls can count as calls of one layer."""
     if isinstance(treatment, PlainGradient):
         return "plain"
+    if isinstance(treatment, TiedEmbeddingLayer):
+        return treatment
     shared = tuple((role, id(p)) for role, p in _own_parameters(module).items())
     # Running statistics are part of what a normalisation layer computes.
     buffers = tuple(id(b) for b in module._buffers.values() if b is not None)

@@ -145,6 +145,17 @@ def times(matrices: Tensor, right: Tensor) -> Tensor:
     return result
 
 
+def plus_diagonal(matrices: Tensor, values: Tensor) -> Tensor:
+    """Return symmetric matrices, which may be folded, or a diagonal, plus a diagonal (..., n)."""
+    if matrices.dim() == values.dim():
+        return matrices + values
+    result = matrices.clone()
+    blocks = [(0, values.shape[-1], result)] if not is_folded(result) else strips(result)
+    for start, stop, entries in blocks:
+        entries[..., start:].diagonal(dim1=-2, dim2=-1).add_(values[..., start:stop])
+    return result
+
+
 def diagonal_of_folded(folded: Tensor) -> Tensor:
     """Return the diagonals of folded matrices, (..., n)."""
     blocks = [entries[..., start:] for start, _, entries in strips(folded)]

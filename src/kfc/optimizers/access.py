@@ -110,10 +110,15 @@ class CurvatureAccess:
             work = expected_work(engine, inputs)
             columns = engine.allowance.columns_for(engine.curvature, work)
             expected = counted_costs(engine.curvature, work, columns)
-        table = describe_layers(self.model, engine.plan, engine.curvature, columns)
+        others = self._treatments_without_block()
+        table = describe_layers(self.model, engine.plan, engine.curvature, columns, others)
         text = "\n".join([table, *self._notes(expected)])
         print(text)
         return text
+
+    def _treatments_without_block(self) -> dict[str, str]:
+        """Return how the parameters without a Fisher block are treated, by name."""
+        return dict.fromkeys(self.engine.plan.plain, self.engine.curvature.options.fallback)
 
     def _notes(self, expected: Costs | None) -> list[str]:
         """Return what ``describe()`` says below its table.

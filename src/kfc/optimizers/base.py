@@ -4,7 +4,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from kfc._helpers import (
 from kfc.fisher.compiled import outside_of_compiled_graphs
 from kfc.layers import Plan
 from kfc.optimizers.access import CurvatureAccess
+from kfc.optimizers.adam import STEP
 from kfc.optimizers.averaging import (
     averages_of,
     has_average,
@@ -28,7 +29,8 @@ from kfc.optimizers.averaging import (
     update_averages_,
 )
 from kfc.optimizers.engine import Engine
-from kfc.optimizers.groups import build_groups
+from kfc.optimizers.groups import PLAIN, SCALED, TREATMENT, build_groups
+from kfc.optimizers.scaling import GradientScales, Scaled
 from kfc.optimizers.versions import check_version, versioned
 
 # A param group, some of its parameters, and their names.
@@ -45,6 +47,8 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         averaging_timescale: τ of the averaged parameters; ``None``: none are kept.
     """
 
+    #: The treatment of parameters without a Fisher block.
+    fallback: ClassVar[str] = PLAIN
     # GradScaler then leaves scaled gradients and overflows to step().
     _step_supports_amp_scaling = True
 
@@ -61,7 +65,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
             if averaging_timescale is not None:
                 require_number("averaging_timescale", averaging_timescale, positive=True)
             param_groups = build_groups(
-                engine.model, engine.plan, groups, defaults, fallback_lr, of_weight
+                engine.model, engine.plan, groups, defaults, fallback_lr, of_weight, self.fallback
             )
         except BaseException:
             engine.close()
@@ -70,6 +74,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         self.averaging_timescale = averaging_timescale
         self._options = tuple(defaults)
         self._averaging = False
+        self._gradient_scales = GradientScales()
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
         # The names that ``_by_group()`` was last called with in this step, and what it returned.
         self._members: tuple[set[str], list[Members]] | None = None
@@ -100,6 +105,11 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
     @abstractmethod
     def step_diagnostics(self) -> dict[str, Any]:
         """Numbers about the last step, cheap enough to read in every step."""
+
+    def _treatments_without_block(self) -> dict[str, str]:
+        found = super()._treatments_without_block()
+        members = self._find_members(found) if self.fallback == SCALED else ()
+        return found | {n: f"{group[TREATMENT]} gradient" for group, _, ns in members for n in ns}
 
     # Parameters and gradients
 
@@ -148,7 +158,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
     def _without_fallen(
         self, group: dict[str, Any], members: list[tuple[Tensor, str]]
     ) -> list[tuple[dict[str, Any], list[tuple[Tensor, str]]]]:
-        """Return a group in two parts, of which the second has fallen back to the plain gradient.
+        """Return a group in two parts, of which the second has lost its curvature.
 
         A new group would not fit the schedulers of the learning rate.
         """
@@ -158,7 +168,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         lr = {"lr": float(group["lr"]) * group["fallback_factor"]} if "lr" in group else {}
         rest = [pair for pair in members if pair[1] not in fallen]
         others = [pair for pair in members if pair[1] in fallen]
-        return [(group, rest), ({**group, **lr, "plain_gradient": True}, others)]
+        return [(group, rest), ({**group, **lr, TREATMENT: self.fallback}, others)]
 
     def _add_weight_decay(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ∇h, the gradient of the loss plus λθ, in float32 at least.
@@ -175,6 +185,20 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
                 values = list(torch._foreach_add(values, current, alpha=decay))
             result.update(zip(names, values, strict=True))
         return result
+
+    def _in_doubt_on(self, device: torch.device) -> Tensor | None:
+        """Return whether the step in progress is bad; ``None`` if it is known to be good."""
+        return None if self.engine.in_doubt is None else moved(self.engine.in_doubt, device)
+
+    def _diagonals(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the diagonal block of every parameter with a scaled gradient, by name."""
+        scaled = [
+            Scaled(name, self.state[parameter], float(group["momentum"]))
+            for group, parameters, names in self._by_group(gradients)
+            if group[TREATMENT] == SCALED
+            for name, parameter in zip(names, parameters, strict=True)
+        ]
+        return self._gradient_scales.diagonals(gradients, scaled)
 
     def _times_learning_rate_(self, directions: Mapping[str, Tensor]) -> None:
         """Multiply directions by -α, in place."""
@@ -324,7 +348,7 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
 
     def _state_shape(self, plan: Plan, name: str, part: str, shape: list[int]) -> list[int]:
         """Return the shape of a part of a parameter's state, by default that of the parameter."""
-        return shape
+        return [] if part == STEP else shape
 
     def _parameter_shapes(self) -> dict[str, list[int]]:
         return {name: list(parameter.shape) for parameter, name in self._names.items()}

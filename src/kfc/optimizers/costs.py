@@ -111,6 +111,7 @@ def expected_work(engine: Engine, inputs: Any) -> dict[str, Work]:
     handles = [
         module.register_forward_hook(lambda _, __, output, name=name: count(name, output))
         for name, layer in engine.plan.layers.items()
+        if not layer.functional
         for module in layer.modules
     ]
     call, buffers = call_of(model, inputs), SavedBuffers(model)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -93,9 +94,8 @@ class Engine:
         model, self.reducer = make_reducer(eager_module(model), parallel)
         self.model = model = eager_module(model)
         plan = find_layers(model)
-        reasons = {name: options.exclusion(layer) for name, layer in plan.layers.items()}
-        excluded = {name: reason for name, reason in reasons.items() if reason}
-        plan = plan.without(excluded_layers(plan, groups) | excluded)
+        reasons = {name: options.exclusion(layer) or "" for name, layer in plan.layers.items()}
+        plan = plan.without(excluded_layers(plan, groups) | {n: r for n, r in reasons.items() if r})
         self.device = next(model.parameters()).device
         self.schedule = Schedule(schedule, self.device, self.reducer.mean, norm_rate)
         overhead = schedule.overhead if isinstance(schedule, Periods) else None
@@ -259,16 +259,18 @@ class Engine:
                 at_once=at_once,
             )
 
-    def solve_(self, vectors: dict[str, Tensor]) -> dict[str, Scalar] | None:
+    def solve_(
+        self, vectors: dict[str, Tensor], diagonals: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> dict[str, Scalar] | None:
         """Replace vectors v in a dict by F̂_damped⁻¹ v (eqn 11), and return vᵀ F̂_damped⁻¹ v.
 
-        Both are by parameter name, the vectors in new tensors.
+        All are by parameter name, the vectors in new tensors. See ``ModelCurvature.solve_()``.
 
         Returns:
             ``None`` if the step was skipped because a vector is not finite.
         """
         with self.schedule.timed("natural gradient"), self.full_precision():
-            products = self.curvature.solve_(vectors)
+            products = self.curvature.solve_(vectors, diagonals)
             if self.is_asynchronous:
                 return {**products}
             known: dict[str, Scalar] = {name: each.item() for name, each in products.items()}
@@ -323,14 +325,12 @@ class Engine:
     def rewind(self) -> None:
         """Return the factors and inverses to their state before the step in progress."""
         if self._before is not None:
-            states, refresher = self._before
-            self.curvature.restore(states)
-            self.refresher.restore(refresher)
+            self.curvature.restore(self._before[0])
+            self.refresher.restore(self._before[1])
 
     def _prepare_next(self) -> None:
         self.in_doubt = self._quietly = self._before = None
-        step = self.steps + 1
-        clock = self.schedule.clock_device
+        step, clock = self.steps + 1, self.schedule.clock_device
         self.collector.begin_step(step, due=self._statistics_are_due(), clock_device=clock)
 
     def _statistics_are_due(self) -> bool:

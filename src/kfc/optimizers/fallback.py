@@ -1,4 +1,4 @@
-"""Layers that follow their plain gradient because no statistics of them arrive."""
+"""Layers that lose their curvature because no statistics of them arrive."""
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -66,7 +66,7 @@ class Fallback:
         self._for_now = []
 
     def restore(self, layers: Sequence[str]) -> None:
-        """Let exactly these layers follow their plain gradient."""
+        """Let exactly these layers have no curvature."""
         self._layers = list(layers)
         self.plan = self.plan_without(layers)
         self.parameters = set(self._whole.layer_of) - set(self.plan.layer_of)
@@ -85,9 +85,9 @@ class Fallback:
         what = f"layers {shown}{more} have" if len(layers) > 1 else f"layer {shown} has"
         warnings.warn(
             f"{what} a gradient, but no statistics, and {share:.1%} of the trained weights. "
-            "Their plain gradient is used from now on. Their modules did not run, or did not reach "
-            "an output, in a training-mode forward pass of the model itself. Call modules instead "
-            "of using their weights, call the model rather than its parts, and have output= return "
+            "They have no curvature from now on. Their modules did not run, or did not reach an "
+            "output, in a training-mode forward pass of the model itself. Call modules instead of "
+            "using their weights, call the model rather than its parts, and have output= return "
             "every tensor that the loss is computed from; or exclude the layers, "
             'groups=[{"prefix": ..., "treatment": "plain"}]',
             stacklevel=2,

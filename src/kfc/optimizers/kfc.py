@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfc._helpers import moved, require_keys, require_number
+from kfc._helpers import require_keys, require_number
 from kfc.curvature.damping import Damping
 from kfc.curvature.options import CurvatureChoice, resolve_curvature
 from kfc.distributed.options import Parallel
@@ -19,7 +19,7 @@ from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.bound import LossBound, StepLimits, excess_loss, least_factor, sum_of_products
 from kfc.optimizers.clipping import FROZEN, NormClip
 from kfc.optimizers.engine import Engine
-from kfc.optimizers.groups import require_hyper_parameters
+from kfc.optimizers.groups import SCALED, require_hyper_parameters
 from kfc.optimizers.norms import fisher_products
 from kfc.optimizers.options import FisherClip, resolve_clip
 from kfc.optimizers.steps import (
@@ -60,12 +60,15 @@ class KFC(CurvatureOptimizer):
         groups: options for some parameters, as ``{"prefix": "conv1", "lr": 1e-3}`` or
             ``{"prefix": "*.bias", "weight_decay": 0.0}``. A prefix is the name of a module or
             parameter, a pattern, or a list of these. The first that matches a parameter applies.
-            ``{"prefix": "*.qkv", "treatment": "plain"}`` excludes layers from the curvature.
-        fallback_lr: the learning rate of parameters without a Fisher block, which follow their
-            plain gradient; by default ``lr``.
+            ``{"prefix": "*.qkv", "treatment": "scaled"}`` excludes layers from the curvature;
+            ``"plain"`` also uses their gradient as it is.
+        fallback_lr: the learning rate of parameters without a Fisher block, whose gradient is
+            divided by the square root of its second moment; by default ``lr``.
 
     The other arguments are those of ``kfc.Preconditioner``.
     """
+
+    fallback = SCALED
 
     def __init__(
         self,
@@ -138,7 +141,8 @@ class KFC(CurvatureOptimizer):
         engine.update_(batch, may_skip=is_due)  # T_s: moving averages of Ω and Γ (eqn 33)
         engine.refresh_inverses(self._layer_damping)  # T_f: (Ω ⊗ Γ)⁻¹, damped by λ + γ
         update = self._add_weight_decay(gradients)  # ∇h: gradient of the loss, plus λθ
-        products = engine.solve_(update)  # F̂⁻¹∇h (eqn 11); returns ∇hᵀF̂⁻¹∇h
+        diagonals = self._diagonals(gradients)  # √v̂ + ε of parameters without a Fisher block
+        products = engine.solve_(update, diagonals)  # F̂⁻¹∇h (eqn 11); returns ∇hᵀF̂⁻¹∇h
         if products is None:
             return loss  # a gradient is not finite: the step is skipped
         norms = self._fisher_norms(update) if is_due and products else None
@@ -148,6 +152,7 @@ class KFC(CurvatureOptimizer):
         factor, limits = self._limits(gradients, products, factor, loss)  # m downhill; -∇hᵀm ≤ κE
         scales = self._scales(factor, limits, norms)  # ν of the whole step ≤ C
         self._move_(update, scales)  # m ← μm + √(C/ν) v; θ ← θ + m
+        self._gradient_scales.keep_(engine.in_doubt)
         self._update_averages(engine.in_doubt)  # θ̄ ← ζθ̄ + (1 - ζ)θ, ζ = exp(-1/τ)
         engine.end_step()
         return loss
@@ -198,11 +203,7 @@ class KFC(CurvatureOptimizer):
         return self._clip.guard(estimate)
 
     def _estimated_norm(self, products: Products) -> Scalar | None:
-        """Return vᵀF̂v = α² ∇hᵀF̂⁻¹∇h of v = -α F̂⁻¹∇h, if there is a limit on it.
-
-        Args:
-            products: ∇hᵀF̂⁻¹∇h by parameter.
-        """
+        """Return vᵀF̂v = α² ∇hᵀF̂⁻¹∇h of v = -α F̂⁻¹∇h, if there is a limit on it."""
         if self._clip is None or not products:
             return None
         parts = [
@@ -353,10 +354,6 @@ class KFC(CurvatureOptimizer):
                     add_steps_(parameters, buffers, values, new, old)
                 else:
                     add_steps_on_device_(parameters, buffers, values, new, old, bad)
-
-    def _in_doubt_on(self, device: torch.device) -> Tensor | None:
-        """Return whether the step in progress is bad; ``None`` if it is known to be good."""
-        return None if self.engine.in_doubt is None else moved(self.engine.in_doubt, device)
 
     # What users see
 

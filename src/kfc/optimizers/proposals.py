@@ -12,6 +12,7 @@ from kfc.fisher.calls import without_autocast
 from kfc.optimizers.bound import excess_loss, sum_of_products
 from kfc.optimizers.damping import FactorDamping, ModelDamping
 from kfc.optimizers.engine import Engine
+from kfc.optimizers.groups import CURVATURE, TREATMENT
 from kfc.optimizers.norms import fisher_products
 from kfc.optimizers.options import Adaptation
 from kfc.optimizers.quadratic import QuadraticModel, inner_products
@@ -144,7 +145,7 @@ class Proposals:
         direction = dict(gradient)
         self._engine.solve_(direction)
         for group, _, names in self._by_group(direction):
-            own = plain_scale if group["plain_gradient"] else 1.0
+            own = 1.0 if group[TREATMENT] == CURVATURE else plain_scale
             rate = own if self._lr is None else float(group["lr"])
             torch._foreach_mul_([direction[name] for name in names], -rate)
         return direction

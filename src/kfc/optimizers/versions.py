@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-STATE_VERSION = 11
+STATE_VERSION = 12
 
 
 def versioned(state: Mapping[str, Any]) -> dict[str, Any]:

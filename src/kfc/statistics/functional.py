@@ -1,29 +1,19 @@
-"""Calls of ``F.linear`` and ``F.conv2d`` with the parameters of a layer, without its module."""
+"""Calls of functions such as ``F.linear`` with the parameters of a layer, without its module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
-from kfc.layers import ConvolutionLayer, Layer, LinearLayer, TransposedConvolutionLayer
+from kfc.layers import InProjectionLayer, Layer
+from kfc.layers.functions import FUNCTIONS, arguments_of, is_call_of
 from kfc.statistics.backward import RecordedPass, output_edge
-
-# The arguments after input, weight and bias, with their default values.
-CONVOLUTION = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-TRANSPOSED = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
-FUNCTIONS: dict[Any, tuple[type[Layer], dict[str, int]]] = {
-    F.linear: (LinearLayer, {}),
-    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), (ConvolutionLayer, CONVOLUTION)),
-    **dict.fromkeys(
-        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
-        (TransposedConvolutionLayer, TRANSPOSED),
-    ),
-}
 
 
 class _Call(NamedTuple):
@@ -40,7 +30,8 @@ class FunctionalCalls(TorchFunctionMode):
     """Records calls of functions that do what a layer's module would do.
 
     A module calls the same function, and its hook follows at once: a call waits until the next
-    layer runs, and is dropped if the hook of its own module comes first.
+    layer runs, and is dropped if the hook of its own module comes first. A layer that is
+    ``functional`` has no such hook.
 
     Args:
         recorded: the pass in progress.
@@ -56,20 +47,58 @@ class FunctionalCalls(TorchFunctionMode):
         self._recorded, self._layers = recorded, layers
         self._names = {id(layers[name].weight): name for name in recorded.wanted}
         self._waiting: _Call | None = None
+        self._in_attention = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        output = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        is_attention = func is F.multi_head_attention_forward and not self._in_attention
+        if is_attention and set(types) <= {Tensor, nn.Parameter}:
+            return self._attend(*args, **kwargs)
+        output = func(*args, **kwargs)
         if func in FUNCTIONS and isinstance(output, Tensor) and output.requires_grad:
-            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs or {})
-            name = self._names.get(id(given.get("weight")))
-            if name is not None and _is_own(self._layers[name], func, args[3:], given):
-                self.record_waiting()
-                inputs = given["input"]
-                edge = output_edge(output)
-                self._waiting = _Call(name, inputs, inputs._version, output, edge)
+            arguments = arguments_of(func, args, kwargs)
+            name = self._names.get(id(arguments["weight"]))
+            if name is None and func is F.linear:
+                return self._with_part(output, arguments)
+            if name is not None and is_call_of(self._layers[name], func, arguments):
+                self._note(name, arguments["input"], output)
         return output
+
+    def _note(self, name: str, inputs: Tensor, output: Tensor) -> None:
+        self.record_waiting()
+        self._waiting = _Call(name, inputs, inputs._version, output, output_edge(output))
+        if self._layers[name].functional:
+            self.record_waiting()
+
+    def _attend(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``F.multi_head_attention_forward``, and see the functions that it calls."""
+        self._in_attention = True
+        try:
+            with self:
+                return _unchecked(F.multi_head_attention_forward)(*args, **kwargs)
+        finally:
+            self._in_attention = False
+
+    def _with_part(self, output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Return the output of ``F.linear``, and record the call if it uses a part of a layer.
+
+        The derivative with respect to the recorded output is zero in the other parts.
+        """
+        weight, bias = arguments["weight"], arguments["bias"]
+        name = self._names.get(id(getattr(weight, "_base", None)))
+        if name is None or not isinstance(self._layers[name], InProjectionLayer):
+            return output
+        own = self._layers[name].parameters()
+        start = _first_row(weight, own["weight"])
+        first = None if bias is None and "bias" not in own else _first_row(bias, own.get("bias"))
+        if start is None or ("bias" in own and first != start):
+            return output
+        stop = start + output.shape[-1]
+        padded = F.pad(output, (start, len(own["weight"]) - stop))
+        self._note(name, arguments["input"], padded)
+        return padded[..., start:stop].contiguous()
 
     def drop_waiting(self, layer: str) -> None:
         """Process a hook of a layer's module, whose call is not to be recorded twice."""
@@ -86,29 +115,19 @@ class FunctionalCalls(TorchFunctionMode):
             self._recorded.record(call.layer, call.inputs, call.output, call.edge)
 
 
-def _is_own(layer: Layer, func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> bool:
-    """Return whether a function was called as the layer's module would call it.
+def _first_row(part: Tensor | None, whole: Tensor | None) -> int | None:
+    """Return the place of the first row of a part of a tensor; ``None`` if it is not one."""
+    if part is None or whole is None or part._base is not whole:
+        return None
+    place, of_row = part.storage_offset() - whole.storage_offset(), whole.stride(0)
+    is_rows = part.stride() == whole.stride() and part.shape[1:] == whole.shape[1:]
+    return place // of_row if is_rows and place % of_row == 0 else None
 
-    Args:
-        args: the positional arguments after input, weight and bias.
-        given: these three and the keyword arguments.
+
+def _unchecked(function: Any) -> Callable[..., Any]:
+    """Return a copy of a function of torch that does not pass itself to the mode in force.
+
+    Functions of torch that are written in Python do so, and the mode does not see what they call.
     """
-    kind, defaults = FUNCTIONS[func]
-    module = layer.module
-    if type(layer) is not kind or given.get("bias") is not module._parameters.get("bias"):
-        return False
-    options = defaults | dict(zip(defaults, args, strict=False))
-    options |= {name: given[name] for name in defaults if name in given}
-    if getattr(module, "padding_mode", "zeros") != "zeros":
-        return False
-    # The locations of a transposed convolution follow from the size of its output.
-    compared = [name for name in options if name != "output_padding"]
-    return all(_same(options[name], getattr(module, name)) for name in compared)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Return whether numbers, or tuples of numbers, are the same for every dimension."""
-    length = len(other) if isinstance(other, (tuple, list)) else 1
-    pair = [tuple(v) if isinstance(v, (tuple, list)) else (v,) * length for v in (one, other)]
-    pair = [v * length if len(v) == 1 else v for v in pair]
-    return pair[0] == pair[1]
+    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__)

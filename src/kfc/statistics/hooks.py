@@ -81,7 +81,7 @@ class ModelHooks:
         me = weakref.ref(self)
         self._add(model.register_forward_pre_hook, _ModelHook(me, "_before_model"))
         for name, layer in self._layers.items():
-            for module in layer.modules:
+            for module in () if layer.functional else layer.modules:
                 self._add(module.register_forward_hook, _LayerHook(me, "_after_layer", name))
         # Last, because hooks run in the order of registration and the model may be a layer itself.
         self._add(model.register_forward_hook, _ModelHook(me, "_after_model"), always_call=True)
