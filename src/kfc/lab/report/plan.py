@@ -94,6 +94,7 @@ def machine_rows(machine: Machine) -> list[Row]:
         ("memory", f"{machine.memory / 1e9:.1f} GB/s"),
         ("network", f"{machine.network / 1e9:.2f} GB/s"),
         ("latency", f"{1e6 * machine.latency:.0f} µs"),
+        ("starting an operation", f"{1e6 * machine.start:.1f} µs"),
     ]
 
 
