@@ -50,6 +50,25 @@ def test_every_integration_has_one_program():
     assert all(len(programs) == 1 for programs in PROGRAMS.values())
 
 
+def run_program(text: str, folder: Path, ranks: int | None = None) -> subprocess.CompletedProcess:
+    """Run a program to its end, under torchrun if there are ranks."""
+    path = folder / "train.py"
+    path.write_text(text)
+    start = ["-c", START, path]
+    if ranks is not None:
+        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", path]
+    folders = [str(ROOT / "src"), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [sys.executable, *map(str, start)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"},
+        timeout=600,
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["WhitenedAdam", "KFC"])
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -62,21 +81,7 @@ def test_programs_run_and_lower_the_loss(name, method, tmp_path):
         assert "kfc.WhitenedAdam(" in program
         averages = ", averaging_timescale=20" if "averaged_parameters" in program else ""
         program = re.sub(r"kfc\.WhitenedAdam\((\s*[\w.]+)", rf"kfc.KFC(\1{averages}", program)
-    path = tmp_path / "train.py"
-    path.write_text(program)
-    start = ["-c", START, path]
-    if "torchrun" in SECTIONS[name]:
-        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", path]
-    folders = [str(ROOT / "src"), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, *map(str, start)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"},
-        timeout=600,
-    )
+    done = run_program(program, tmp_path, ranks=2 if "torchrun" in SECTIONS[name] else None)
     assert done.returncode == 0, done.stderr
     first, last = re.search(r"^loss ([\d.]+) -> ([\d.]+)$", done.stdout, re.M).groups()
     assert float(last) < 0.8 * float(first), done.stdout
@@ -152,6 +157,22 @@ def test_lightning_does_what_a_plain_loop_does(kind, precision, clip, tmp_path):
     plain_loop(expected, kind(expected), dtype, clip)
     assert_close(list(module.network.parameters()), list(expected.parameters()))
     assert not torch.equal(expected[0].weight, network()[0].weight)
+
+
+@pytest.mark.slow
+def test_lightning_on_two_processes(tmp_path):
+    """The program of the document under torchrun; both ranks end with the same parameters."""
+    pytest.importorskip("lightning")
+    (program,) = PROGRAMS["Lightning"]
+    program = program.replace("Trainer(", 'Trainer(accelerator="cpu", devices=2, strategy="ddp", ')
+    program += "print('sum', model.network[0].weight.double().sum().item())\n"
+    done = run_program("import vision\nvision.declare_operators()\n" + program, tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+    sums = re.findall(r"sum (\S+)", done.stdout)
+    assert len(sums) == 2
+    assert sums[0] == sums[1]
+    for first, last in re.findall(r"loss ([\d.]+) -> ([\d.]+)", done.stdout):
+        assert float(last) < 0.8 * float(first)
 
 
 # Accelerate
