@@ -112,6 +112,8 @@ def test_other_changes_are_not_taken_for_a_factor(double):
     for parameter in model.parameters():
         parameter.grad.mul_(0.5)
     assert_close(rescaling.factor(), torch.tensor(0.5))
+    model[0].weight.grad = None
+    assert_close(rescaling.factor(), torch.tensor(0.5))
     model[2].bias.grad = model[2].bias.grad * 0.1  # another tensor
     assert rescaling.factor() == 1
 

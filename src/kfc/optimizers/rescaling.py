@@ -9,6 +9,7 @@ import weakref
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -53,8 +54,8 @@ class Rescaling:
         """Remember the gradient of a parameter, which its backward pass has completed."""
         gradient = parameter.grad
         if gradient is not None and gradient.layout == torch.strided:
-            seen = Seen(gradient, gradient._version, gradient.detach().clone())
-            self._seen[id(parameter)] = seen
+            copy = gradient.detach().clone()
+            self._seen[id(parameter)] = Seen(gradient, gradient._version, copy)
 
     def factor(self, loss_scale: float | Tensor = 1.0) -> float | Tensor:
         """Return c, or 1 if it is unknown or if gradients were changed in another way.
@@ -65,6 +66,8 @@ class Rescaling:
         found = []
         for key, seen in self._seen.items():
             gradient = self._watched[key].grad
+            if gradient is None:  # frozen or unused by now
+                continue
             if gradient is not seen.gradient or gradient._version == seen.version:
                 return 1.0
             found.append(_ratio(gradient, seen.copy))
@@ -77,15 +80,18 @@ class Rescaling:
 
 
 class _Hook:
-    """Calls ``Rescaling.see()`` after a backward pass, without keeping it alive."""
+    """Calls ``Rescaling.see()`` when a gradient is complete, without keeping it alive."""
 
     def __init__(self, owner: weakref.ref[Rescaling]) -> None:
         self._owner = owner
 
     def __call__(self, parameter: Tensor) -> None:
-        # DistributedDataParallel averages gradients in a callback of its own, which is queued
-        # before the first of these two runs.
-        after_backward(lambda: after_backward(lambda: self._see(parameter)))
+        if dist.is_available() and dist.is_initialized():
+            # DistributedDataParallel averages gradients in a callback of its own, which is queued
+            # before the first of these two runs.
+            after_backward(lambda: after_backward(lambda: self._see(parameter)))
+        else:
+            self._see(parameter)
 
     def _see(self, parameter: Tensor) -> None:
         owner = self._owner()
