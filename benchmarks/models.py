@@ -178,6 +178,7 @@ def row(name: str, result: dict[str, Any]) -> str:
     """Return a line of the table."""
     expected, times = expected_cost(result.get("costs", {})), result.get("times", {})
     plain = times.get("SGD")
+    missing = "not measured" if "error" in result else "fails"
     cells = [f"`{name}`"]
     cells.append(f"{result['weights'] / 1e6:.2f} M" if result.get("weights") else "")
     cells.append(f"{result['share']:.1f}%" if result.get("share") is not None else "")
@@ -190,7 +191,7 @@ def row(name: str, result: dict[str, Any]) -> str:
         if mine:
             late, plain_late = mine[len(mine) // 2 :], plain[len(plain) // 2 :]
             ratios = [f(late) / f(plain_late) for f in (statistics.median, statistics.mean)]
-        cells.append(" / ".join(f"{ratio:.2f}" for ratio in ratios) or "fails")
+        cells.append(" / ".join(f"{ratio:.2f}" for ratio in ratios) or missing)
     cells.append(remarks(result))
     return "| " + " | ".join(cells) + " |"
 
@@ -292,6 +293,7 @@ def main() -> None:
             new = RESULTS.with_suffix(f".{os.getpid()}")
             new.write_text(json.dumps(content, indent=1) + "\n")
             new.replace(RESULTS)
+            PAGE.write_text(page(content))
     PAGE.write_text(page(recorded()))
 
 
