@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow coverage lint types check bench profile docs matrix vendor clean
+.PHONY: demo test test-slow coverage lint types check bench profile docs matrix integrations models vendor clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kfc demo
@@ -50,6 +50,14 @@ PAIRS ?= 3.11:2.13.0
 matrix:
 	$(PYTHON) tests/matrix.py $(PAIRS)
 
+# The programs of docs/integrations.md, with Lightning, Accelerate, Transformers, timm and peft.
+integrations: .venv-integrations/.done
+	.venv-integrations/bin/python -m pytest -q -m "slow or not slow" tests/test_integrations.py
+
+# Continue the table of docs/models.md. MODELS="--help" for options.
+models: .venv-integrations/.done
+	.venv-integrations/bin/python benchmarks/models.py $(MODELS)
+
 # Replace the plotting library of the pages by another version from npm: make vendor PLOTLY=4.1.1
 vendor:
 	npm pack --silent plotly.js-cartesian-dist-min@$(PLOTLY)
@@ -58,7 +66,7 @@ vendor:
 	rm plotly.js-cartesian-dist-min-$(PLOTLY).tgz
 
 clean:
-	rm -rf $(VENV) .venv-slow .venv-matrix benchmarks/.venv runs site
+	rm -rf $(VENV) .venv-slow .venv-matrix .venv-integrations benchmarks/.venv runs site
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -80,6 +88,15 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	$(PYTHON) -m venv .venv-slow
 	.venv-slow/bin/python -m pip install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	.venv-slow/bin/python -m pip install -q -c constraints.txt -e ".[dev,peers]"
+	touch $@
+
+# torch first: it satisfies what the libraries require, so that pip installs no other build.
+.venv-integrations/.done: pyproject.toml constraints.txt tests/integrations.txt
+	$(PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/python -m pip install -q -c constraints.txt \
+		"$$(grep '^torch==' constraints.txt)"
+	.venv-integrations/bin/python -m pip install -q -c constraints.txt \
+		-r tests/integrations.txt -e ".[dev]"
 	touch $@
 
 # A library that cannot be installed is reported by the benchmark, and does not stop it.

@@ -353,6 +353,12 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
+def called_by(package: str) -> bool:
+    """Return whether the function that calls this one was called by code of a package."""
+    module = str(sys._getframe(2).f_globals.get("__name__"))
+    return module.split(".")[0] == package
+
+
 def grad_scalers() -> list[torch.amp.GradScaler]:
     """Return all gradient scalers of the process."""
     return [each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler)]

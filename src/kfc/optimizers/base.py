@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kfc._helpers import (
     at_least_float32,
+    called_by,
     moved,
     raise_differences,
     require_keys,
@@ -49,8 +50,6 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
 
     #: The treatment of parameters without a Fisher block.
     fallback: ClassVar[str] = PLAIN
-    # GradScaler then leaves scaled gradients and overflows to step().
-    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -221,6 +220,15 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
                 torch._foreach_div_(values, moved(scale, values[0].device))
             return scale, overflowed > 0
         return self._hidden_scale(), overflowed > 0
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether ``step()`` takes scaled gradients and overflows from ``torch.amp.GradScaler``.
+
+        Lightning also reads this, and does not clip the gradients of optimizers that do. Ours may
+        be unscaled and clipped before ``step()``, so that it gets another answer than torch.
+        """
+        return called_by("torch")
 
     def _hidden_scale(self) -> float:
         """Return the loss scale of a scaler that has unscaled the gradients already."""

@@ -230,7 +230,8 @@ def excess_loss(engine: Engine, loss: Tensor | None = None) -> Tensor:
     """Return E of the loss on the batch of a step: the loss minus the least it could be.
 
     It follows from the derivatives of the loss in the outputs. With several ranks, the mean of
-    theirs, as in DistributedDataParallel.
+    theirs, as in DistributedDataParallel. If the gradients were clipped, E is multiplied by the
+    same factor; see ``kfc.optimizers.rescaling``.
 
     Args:
         loss: the loss, if the caller knows it. It is used if the derivatives do not tell the
@@ -250,6 +251,9 @@ def excess_loss(engine: Engine, loss: Tensor | None = None) -> Tensor:
         if loss is not None:
             value = moved(loss.detach(), device).to(total).reshape(())
             total = torch.where(value > 0, value, total)
+    factor = engine.members.rescaling.factor(engine.collector.loss_scale)
+    if isinstance(factor, Tensor):
+        total = total * moved(factor, device)
     return engine.reducer.mean_product(total, examples, is_summed=True)
 
 

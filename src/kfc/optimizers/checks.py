@@ -1,5 +1,7 @@
 """Checks of what optimizers are given."""
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from kfc._helpers import require_whole
@@ -12,7 +14,15 @@ from kfc.schedule import Budget, Periods
 def check_model(model: object) -> None:
     """Raise an error unless the model is a module with parameters that can be trained."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        advice = ""
+        if isinstance(model, Iterable):  # parameters, or param groups
+            advice = (
+                ". Pass the model itself instead of its parameters, and options of some of them by "
+                "groups=:\n"
+                "    optimizer = kfc.KFC(model)\n"
+                "    trainer = Trainer(model, args, optimizers=(optimizer, None))  # Hugging Face"
+            )
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}{advice}")
     if next(model.parameters(), None) is None:
         raise ValueError("the model has no parameters to train")
     refuse_sharding_wrapper(model)

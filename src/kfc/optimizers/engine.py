@@ -134,6 +134,7 @@ class Engine:
     def close(self) -> None:
         """Remove every hook from the model and end the thread; the factors stay readable."""
         self._hooks.close()
+        self.members.close()
         self.refresher.close()
 
     def gradients(self) -> dict[str, Tensor]:
@@ -330,8 +331,8 @@ class Engine:
 
     def _prepare_next(self) -> None:
         self.in_doubt = self._quietly = self._before = None
-        step, clock = self.steps + 1, self.schedule.clock_device
-        self.collector.begin_step(step, due=self._statistics_are_due(), clock_device=clock)
+        clock, due = self.schedule.clock_device, self._statistics_are_due()
+        self.collector.begin_step(self.steps + 1, due=due, clock_device=clock)
 
     def _statistics_are_due(self) -> bool:
         return self.schedule.statistics_are_due(self.steps + 1) and self.allowance.allows(0)

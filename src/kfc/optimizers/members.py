@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kfc.distributed.sharding import refuse_sharded
 from kfc.layers import Plan, find_layers
+from kfc.optimizers.rescaling import Rescaling
 
 # Called with the old and the new parameter.
 OnReplacement = Callable[[nn.Parameter, nn.Parameter], None]
@@ -19,15 +20,23 @@ class Members:
 
     Args:
         plan: the plan at construction, whose layers follow their modules.
+
+    Attributes:
+        rescaling: tells whether the gradients were clipped.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._model, self.plan = model, plan
         self._known = {name: (p, p.shape) for name, p in model.named_parameters()}
         self._listener: WeakMethod[OnReplacement] | None = None
+        self.rescaling = Rescaling(model)
 
     def __getitem__(self, name: str) -> nn.Parameter:
         return self._known[name][0]
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+        self.rescaling.close()
 
     def listen(self, listener: OnReplacement) -> None:
         """Report replaced parameters to a method, whose object is not kept alive."""
@@ -77,6 +86,8 @@ class Members:
             if listener is not None:
                 listener(self[name], parameter)
             self._known[name] = parameter, parameter.shape
+        self.rescaling.close()
+        self.rescaling = Rescaling(self._model)
         return moved
 
     def _refuse_others(self, found: Mapping[str, nn.Parameter]) -> None:

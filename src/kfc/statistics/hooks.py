@@ -104,6 +104,8 @@ class ModelHooks:
             return
         if not torch.is_grad_enabled() or is_transformed():  # no plain backward can follow
             return
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            return
         self._thread.running = True
         self._thread.random_state = None
         if collector.records_random_state:
@@ -187,6 +189,14 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (_nothing, "")
+
+    @property
+    def __name__(self) -> str:  # which torch.jit.script reads first
+        raise AttributeError(
+            "torch.jit.script cannot compile a model with the hooks of an optimizer of kfc. Use "
+            "torch.jit.trace, or script the model before its optimizer is made (both share their "
+            "parameters), or after optimizer.close()"
+        )
 
 
 class _ModelHook(_Hook):
