@@ -16,8 +16,9 @@ from kfc.lab.comparison.settings import (
 )
 from kfc.lab.config import ConfigError
 from kfc.lab.data import load
+from kfc.lab.disk import RunError
 from kfc.lab.networks import NetworkError
-from kfc.lab.runs import RunError, read_record
+from kfc.lab.runs import read_record
 
 SMALL = {
     "title": "Small",

@@ -151,6 +151,12 @@ class RunComponents(NetworkComponents):
         ranks = ranks or Ranks(None)
         with failing_together(ranks):
             super().__init__(config, data, ranks)
+            if not any(parameter.requires_grad for parameter in self.model.parameters()):
+                count = sum(1 for _ in self.model.parameters())
+                raise ConfigError(
+                    f"the network {config.problem.net} has nothing to train: "
+                    f"{f'all of its {count} parameters are frozen' if count else 'no parameters'}"
+                )
             with config_errors():
                 self.batches = Batches(
                     data.train,
