@@ -45,7 +45,7 @@ def test_every_command_has_help_with_an_example(command):
 def test_help_has_examples_and_exit_codes():
     done = kfc_here("--help")
     assert re.search(r"Examples:\s+kfc demo\s+kfc train --data", done.stdout)
-    codes = "Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 the run diverged, 130 interrupted."
+    codes = "Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 the run diverged, 130 interrupted,"
     assert codes in done.stdout
 
 

@@ -60,7 +60,7 @@ def test_a_missing_checkpoint_asks_for_a_restart(copy):
     assert_clear_error(kfc_here("train", "--resume", copy), 1, *words)
     assert kfc_here("train", "--resume", copy, "--restart").returncode == 0
     assert checkpoint(copy)["update"] == 22
-    assert_clear_error(kfc_here("train", *SMALL, "--restart"), 2, "--restart needs --resume")
+    assert_clear_error(kfc_here("train", *SMALL, "--restart"), 2, "--restart must be given with")
 
 
 def test_a_new_limit_is_recorded_only_if_the_run_continues(copy):
@@ -215,7 +215,7 @@ def test_damaged_metrics(copy, content):
     (copy / "metrics.jsonl").write_bytes(content)
     assert_clear_error(kfc_here("report", copy), 1, "metrics.jsonl, line 1 is damaged")
     done = kfc_here("train", "--resume", copy)
-    assert_clear_error(done, 1, "metrics.jsonl is shorter", "--restart")
+    assert_clear_error(done, 1, "metrics.jsonl", "--restart")
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def find_newest(folder: Path, check: Callable[[State], None]) -> Found | None:
         except ForeignCheckpointError:
             raise
         except RunError as error:
-            problems.append(str(error))
+            problems = list(dict.fromkeys([*problems, str(error)]))
             continue
         update = state["update"]
         note = f"{'; '.join(problems)}. {file.name}, of update {update}, is used instead"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
@@ -27,34 +27,28 @@ from kfc.lab.training import Row
 PAGE = "report.html"
 OVERRIDES = ("seed", "epochs", "seconds", "device", "threads", "workers")
 PANEL = "Overrides of the preset or file, for all runs"
+WHAT = typer.Argument(
+    metavar="PRESET|FILE.toml",
+    help=f"Presets: {', '.join(settings.preset_names())}; or suite, which has its own options: "
+    "kfc compare suite --help.",
+)
+RESUME = typer.Option(help="Continue this comparison; --epochs or --time can make it longer.")
+NET = typer.Option(
+    help="With --resume: a network of your own that the comparison uses; may be repeated."
+)
 
 
 @with_options(parameter(OPTIONS[name], panel=PANEL, defaults={}) for name in OVERRIDES)
 def compare(
-    what: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PRESET|FILE.toml",
-            help=f"Presets: {', '.join(settings.preset_names())}; or suite, which has its own "
-            "options: kfc compare suite --help.",
-        ),
-    ] = None,
+    what: Annotated[str | None, WHAT] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Run a smaller version, ten minutes on two cores.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the comparison; it must not exist.")
     ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(help="Continue this comparison; --epochs or --time can make it longer."),
-    ] = None,
-    net: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="With --resume: a network of your own that the comparison uses; may be repeated."
-        ),
-    ] = None,
+    resume: Annotated[Path | None, RESUME] = None,
+    net: Annotated[list[str] | None, NET] = None,
     trust_net: TrustNet = False,
     data_dir: DataDir = None,
     create: Create = False,
@@ -88,11 +82,7 @@ def compare(
                     "changed: --epochs, --time",
                     param_hint="--resume",
                 )
-            comparison = settings.read_specification(resume)
-            for each in _networks(comparison):
-                require_trusted(each, resume, net or (), trust=trust_net)
-            longer = settings.with_overrides(comparison, overrides)
-            _run(longer, resume, data_dir, replaces=comparison)
+            _continue(resume, overrides, data_dir, net or (), trust=trust_net)
         elif net:
             raise typer.BadParameter("is only for --resume; the file names it", param_hint="--net")
         elif what is not None:
@@ -125,6 +115,20 @@ def _start(
     comparison = settings.read_comparison(what, quick=quick, overrides=overrides)
     name = Path(what).stem + ("-quick" if quick else "")
     _run(comparison, out or screen.free_path(Path("runs") / name), data_dir)
+
+
+def _continue(
+    folder: Path,
+    overrides: Mapping[str, Any],
+    data_dir: Path | None,
+    named: Sequence[str],
+    *,
+    trust: bool,
+) -> None:
+    comparison = settings.read_specification(folder)
+    for net in _networks(comparison):
+        require_trusted(net, folder, named, trust=trust)
+    _run(settings.with_overrides(comparison, overrides), folder, data_dir, replaces=comparison)
 
 
 def _networks(comparison: settings.Comparison) -> list[str]:

@@ -33,6 +33,12 @@ UNTRAINED = "An untrained network instead of a run"
 SETTINGS = options_of(InspectionSettings)
 # Shorter than the page's header; Frobenius and operator are errors.
 HEADER = tuple(name.removesuffix(" error").removesuffix(" ratio") for name in report.QUALITIES)
+NET = typer.Option(
+    help=f"{OPTIONS['net'].help}; may be repeated. With runs: the network of your own in them.",
+    rich_help_panel=UNTRAINED,
+)
+RAW = typer.Option(help="Parameters of a run: averaged (default) or raw.", rich_help_panel=PANEL)
+OUT = typer.Option("--out", "-o", help=f"HTML page to write; default: {PAGE}, none with --json.")
 
 
 @with_options(
@@ -46,23 +52,10 @@ def inspect(
     runs: Annotated[
         list[Path] | None, typer.Argument(metavar="RUN", help="Folders of runs.")
     ] = None,
-    net: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"{OPTIONS['net'].help}; may be repeated. With runs: the network of your own "
-            "that they use.",
-            rich_help_panel=UNTRAINED,
-        ),
-    ] = None,
+    net: Annotated[list[str] | None, NET] = None,
     trust_net: TrustNet = False,
-    parameters: Annotated[
-        str | None,
-        typer.Option(help="Parameters of a run: averaged (default) or raw.", rich_help_panel=PANEL),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help=f"HTML page to write; default: {PAGE}, none with --json."),
-    ] = None,
+    parameters: Annotated[str | None, RAW] = None,
+    out: Annotated[Path | None, OUT] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of tables, and nothing else.")
     ] = False,
@@ -103,11 +96,8 @@ def inspect(
             if record is not None:
                 require_trusted(config.problem.net, record.path, net or (), trust=trust_net)
             require_network(config)
-        networks = _networks(chosen, parameters or PARAMETERS[0], settings.examples, data_dir)
-        # Check all names, and that the page can be written, before the work begins.
-        for network in networks:
-            selected_layers(network, settings)
-        if page is not None:
+        networks = _networks(chosen, parameters or PARAMETERS[0], settings, data_dir)
+        if page is not None:  # before the work begins
             _require_writable(page)
         _publish(_inspect(networks, settings), page, as_json)
 
@@ -146,13 +136,19 @@ def _chosen(
 def _networks(
     chosen: Sequence[tuple[RunConfig, Record | None]],
     parameters: str,
-    examples: int,
+    settings: InspectionSettings,
     data_dir: Path | None,
 ) -> list[InspectedNetwork]:
-    return [
-        inspected_network(config, load(config.problem.data, data_dir), examples, record, parameters)
+    """Return the networks, after checking that they have the layers to inspect."""
+    networks = [
+        inspected_network(
+            config, load(config.problem.data, data_dir), settings.examples, record, parameters
+        )
         for config, record in chosen
     ]
+    for network in networks:
+        selected_layers(network, settings)
+    return networks
 
 
 def _require_writable(page: Path) -> None:

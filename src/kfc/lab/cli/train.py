@@ -128,7 +128,7 @@ def _require_settings_kept(
 ) -> None:
     """Raise an error if a setting is given for a run that is resumed."""
     if restart and resume is None:
-        raise typer.BadParameter("needs --resume, the folder of a run", param_hint="--restart")
+        raise typer.BadParameter("must be given with --resume", param_hint="--restart")
     allowed = (*LIMITS, "net")
     fixed = [name for name in [*given, *(["out"] if out else [])] if name not in allowed]
     if resume is not None and fixed:

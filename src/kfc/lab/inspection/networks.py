@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from kfc.lab.components import NetworkComponents, Task
 from kfc.lab.config import ConfigError, RunConfig
 from kfc.lab.data import Dataset
-from kfc.lab.runs import Record, RunError, matching_checkpoint, read_checkpoint, require_data
+from kfc.lab.disk import RunError
+from kfc.lab.runs import Record, matching_checkpoint, read_checkpoint, require_data
 
 PARAMETERS = ("averaged", "raw")
 
