@@ -8,6 +8,7 @@ traceback.
 
 import argparse
 import json
+import logging
 import random
 import shutil
 import signal
@@ -67,6 +68,7 @@ def attack(function, seed_text, scratch):
 def run_part(part, seed, folder, minutes, only):
     """Make all attempts of a part that are not recorded yet, in random order."""
     warnings.simplefilter("ignore")
+    logging.getLogger("kfc").setLevel(logging.ERROR)
     results = folder / f"{part}-{seed}.jsonl"
     known = {(row["attack"], row["number"]) for row in read(results)}
     attacks = attacks_of(part)

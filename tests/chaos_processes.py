@@ -52,6 +52,7 @@ def reference(folder, name, make):
     if not done.exists():
         shutil.rmtree(path, ignore_errors=True)
         path.parent.mkdir(exist_ok=True)
+        kfc("--version")  # starts the server that forks
         start = time.monotonic()
         make(path)
         done.write_text(json.dumps(time.monotonic() - start))
@@ -59,6 +60,35 @@ def reference(folder, name, make):
 
 
 # Kills
+
+
+def size_of_metrics(path):
+    return sum(file.stat().st_size for file in path.rglob("metrics.jsonl"))
+
+
+def wait_for_moment(draws, processes, path, whole, seconds):
+    """Wait for a random moment; return whether none of the processes has ended before.
+
+    The moment is a time, a row of the metrics, or one in the middle of a checkpoint.
+    """
+    kind = draws.choice(("time", "row", "checkpoint"))
+    start, latest = time.monotonic(), draws.uniform(0.0, 1.0) * seconds
+    done = size_of_metrics(path)
+    rest = max(0, size_of_metrics(whole) - done)
+    size = done + draws.uniform(0.0, 0.5) * rest
+    while all(process.poll() is None for process in processes):
+        if kind == "time" and time.monotonic() - start > latest:
+            return True
+        now = size_of_metrics(path)
+        if kind == "row" and now > size:
+            time.sleep(draws.uniform(0.0, 0.02))
+            return True
+        # Drafts of checkpoints exist only for a moment, and may not be seen.
+        seen = kind == "checkpoint" and next(path.rglob(".checkpoint*.part"), None)
+        if kind == "checkpoint" and now > (size if seen else size + 0.3 * rest):
+            return True
+        time.sleep(0.001)
+    return False
 
 
 def kill_train(draws, scratch):
@@ -73,14 +103,13 @@ def kill_train(draws, scratch):
     def way():
         return ("--resume", path) if path.exists() else (*settings, "--out", path)
 
-    for _ in range(draws.randint(3, 7)):
+    for _ in range(draws.randint(4, 8)):
         process = start_kfc("train", *way())
-        time.sleep(draws.uniform(0.1, 1.2) * seconds)
-        if process.poll() is None:
-            process.kill()
-            kills += 1
-        else:
+        if not wait_for_moment(draws, [process], path, whole, seconds):
             require_end(process.completed())
+            break
+        process.kill()
+        kills += 1
     require_end(kfc("train", *way()))
     require_same(path, whole)
     return "resumed bit for bit", kills
@@ -99,14 +128,13 @@ def kill_compare(draws, scratch):
     def way():
         return ("--resume", path) if path.exists() else (definition, "--out", path)
 
-    for _ in range(draws.randint(2, 4)):
+    for _ in range(draws.randint(3, 5)):
         process = start_kfc("compare", *way())
-        time.sleep(draws.uniform(0.1, 1.1) * seconds)
-        if process.poll() is None:
-            process.kill()
-            kills += 1
-        else:
+        if not wait_for_moment(draws, [process], path, whole, seconds):
             require_end(process.completed())
+            break
+        process.kill()
+        kills += 1
     require_end(kfc("compare", *way()))
     for each in whole.glob("*/"):
         require_same(path / each.name, each)
@@ -127,10 +155,10 @@ def kill_ranks(draws, scratch):
     def way():
         return ("--resume", path) if path.exists() else (*settings, "--out", path)
 
-    for _ in range(draws.randint(1, 3)):
+    for _ in range(draws.randint(2, 3)):
         ranks = Job(scratch).start(2, "train", *way(), *(settings[-2:] if path.exists() else ()))
-        time.sleep(draws.uniform(0.1, 1.1) * seconds)
-        for rank in draws.choice(((0,), (1,), (0, 1))):
+        wait_for_moment(draws, ranks, path, whole, seconds)
+        for rank in draws.choice(((0,), (1,), (0, 1), (1, 0))):
             if ranks[rank].poll() is None:
                 ranks[rank].kill()
                 kills += 1
