@@ -67,8 +67,6 @@ def attack(function, seed_text, scratch):
 
 def run_part(part, seed, folder, minutes, only):
     """Make all attempts of a part that are not recorded yet, in random order."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("kfc").setLevel(logging.ERROR)
     results = folder / f"{part}-{seed}.jsonl"
     known = {(row["attack"], row["number"]) for row in read(results)}
     attacks = attacks_of(part)
@@ -124,6 +122,8 @@ def main():
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if options.part:
+        warnings.simplefilter("ignore")
+        logging.getLogger("kfc").setLevel(logging.ERROR)
         run_part(options.part, options.seed, folder, options.minutes, options.only)
         return 0
     # One process for each part: processes that are killed, and attacks inside of a process.

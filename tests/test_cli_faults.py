@@ -53,6 +53,16 @@ def test_a_damaged_checkpoint_is_announced(copy):
     assert "checkpoint-1.pt, of update 11, is used instead" in done.stdout
 
 
+def test_an_inspection_says_that_the_newest_checkpoint_is_damaged(copy, tmp_path):
+    (copy / "checkpoint.pt").write_bytes(b"nothing")
+    few = ("--examples", "4", "--samples", "1", "--approximation", "kfc")
+    done = kfc_here("inspect", copy, *few, "-o", tmp_path / "page.html")
+    assert done.returncode == 0, done.stdout
+    words = "checkpoint-1.pt, of update 11, is used instead"
+    assert words in done.stdout
+    assert words in (tmp_path / "page.html").read_text()
+
+
 def test_a_missing_checkpoint_asks_for_a_restart(copy):
     for name in ("checkpoint.pt", "checkpoint-1.pt"):
         (copy / name).unlink()

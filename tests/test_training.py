@@ -387,7 +387,7 @@ def assert_same_state(found, expected):
     assert found.keys() == expected.keys()
     for path, value in expected.items():
         own = ("/run", "/metrics_bytes", "/metrics_check", "/last_log/1")
-        if "seconds" in path or path in own:
+        if "seconds" in path or path.startswith("/settings/") or path in own:
             continue
         if isinstance(value, torch.Tensor):
             assert torch.equal(found[path], value), path
