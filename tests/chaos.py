@@ -21,7 +21,7 @@ from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
-LIMIT_SECONDS = 120  # of one attempt
+LIMIT_SECONDS = 300  # of one attempt, which takes seconds
 PARTS = ("processes", "inside")
 
 

@@ -303,7 +303,7 @@ def test_a_page_never_replaces_a_file_of_a_run(copy, name, command):
     before = {file.name: file.read_bytes() for file in copy.iterdir()}
     runs = () if command[0] == "plan" else (copy,)
     done = kfc_here(*command, *runs, "--out", copy / name)
-    assert_clear_error(done, 2, "in the folder of a run", ".html")
+    assert_clear_error(done, 2, "could replace a file of a run", ".html")
     assert {file.name: file.read_bytes() for file in copy.iterdir()} == before
 
 

@@ -307,8 +307,8 @@ def require_page(out: Path) -> None:
     own = [name for name in OWN_FILES if (out.parent / name).exists()]
     if own and out.suffix.lower() not in (".html", ".htm"):
         raise typer.BadParameter(
-            f"{out} is in the folder of a run ({own[0]}), where a page must be named .html, so "
-            "that it replaces no file of the run",
+            f"{out} is in a folder with {own[0]}, as runs have it, and could replace a file of a "
+            "run; name the page .html",
             param_hint="--out",
         )
 

@@ -104,21 +104,21 @@ def require_trusted(name: str, folder: Path, named: Collection[str], *, trust: b
             f"own, name it again: --net {quote(name)}. With --trust-net, whatever the folder "
             "names is imported"
         )
-    source = _source_of(name)
-    if source is not None and source.resolve().is_relative_to(folder.resolve()):
-        raise NetworkError(
-            f"{name} would be imported from {source}, which is in the folder of the run; run the "
-            "command where your own module is, or trust the folder with --trust-net"
-        )
+    for source in _sources_of(name):
+        if source.resolve().is_relative_to(folder.resolve()):
+            raise NetworkError(
+                f"{name} would be imported from {source}, which is in the folder of the run; run "
+                "the command where your own module is, or trust the folder with --trust-net"
+            )
 
 
-def _source_of(name: str) -> Path | None:
-    """Return the file or folder from which a network's module would be imported, if known."""
+def _sources_of(name: str) -> list[Path]:
+    """Return the files and folders from which a network's module would be imported, if known."""
     with _current_directory_importable(), suppress(ImportError, ValueError):
         spec = find_spec(name.partition(":")[0].partition(".")[0])
         places = [spec.origin, *(spec.submodule_search_locations or [])] if spec else []
-        return next((Path(place) for place in places if place is not None), None)
-    return None
+        return [Path(place) for place in places if place is not None]
+    return []
 
 
 def build(
