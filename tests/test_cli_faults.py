@@ -73,6 +73,14 @@ def test_a_missing_checkpoint_asks_for_a_restart(copy):
     assert_clear_error(kfc_here("train", *SMALL, "--restart"), 2, "--restart must be given with")
 
 
+def test_a_launcher_that_repeats_the_command_does_not_begin_again(copy):
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a job"}
+    command = ("train", "--resume", copy, "--restart", "--epochs", "3")
+    done = kfc(*command, **variables, TORCHELASTIC_RESTART_COUNT="1")
+    assert done.returncode == 0, done.stderr
+    assert f"Restarted: {copy} continues from update 22" in done.stdout
+
+
 def test_a_new_limit_is_recorded_only_if_the_run_continues(copy):
     shutil.copy(copy / "config.json", copy / "before")
     for file in copy.glob("checkpoint*"):

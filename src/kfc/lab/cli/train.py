@@ -185,6 +185,7 @@ def _plan_to_continue(
         raise ConfigError(f"net: a resumed run keeps its network, {net}; got {named}")
     require_trusted(net, path, [named] if named else [], trust=trust)
     _refuse_diverged(path, launch)
+    restart = restart and not launch.restarted  # the launcher repeats the whole command
     state = None if restart else folder.newest()
     last = state["last_evaluation"] if state else {}
     is_new_limit = not launch.restarted and bool(given.keys() & set(LIMITS))
