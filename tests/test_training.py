@@ -461,6 +461,18 @@ def test_a_network_that_has_changed_since_is_refused(digits, tmp_path, monkeypat
     folder.close()
 
 
+@pytest.mark.parametrize("optimizer", ["kfc", "kfac", "whitened-adam"])
+def test_the_seed_determines_the_state_of_the_optimizer(digits, optimizer):
+    """Whatever the process has drawn before."""
+    states = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        components = RunComponents(config_of(optimizer=optimizer), digits)
+        states.append(components.optimizer.state_dict())
+        assert torch.initial_seed() == seed
+    assert_same_state(*states)
+
+
 def test_the_seed_determines_batches_and_weights(digits):
     one, two = (RunComponents(config_of(optimizer=o), digits) for o in ("kfc", "sgd"))
     for mine, theirs in zip(one.model.parameters(), two.model.parameters(), strict=True):

@@ -178,7 +178,10 @@ class RunComponents(NetworkComponents):
             )
             options = optimizer_options(config.method.optimizer, config.method.options)
             self.estimated_examples = options.first_estimate(self.batches.examples)
-            self.optimizer = options.make(self.model, setup)
+            # Optimizers without a seed of their own take that of torch.
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(config.machine.seed)
+                self.optimizer = options.make(self.model, setup)
         with explained_collectives(ranks):
             self.replica = Replica(self.model, ranks, self.device)
         self.averages = Averages(self.model, timescale, config.records.averaging_fraction)
