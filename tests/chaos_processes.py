@@ -252,7 +252,7 @@ def jump_clock(draws, scratch):
 
 # By name, the number of attempts for one seed, and the function. A run is killed several times.
 ATTACKS = {
-    "kill of train": (14, kill_train),
+    "kill of train": (20, kill_train),
     "kill of compare": (5, kill_compare),
     "kill of two ranks": (6, kill_ranks),
     "full disk": (8, fill_disk),
