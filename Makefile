@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow coverage lint types check bench profile docs matrix integrations models vendor clean
+.PHONY: demo test test-slow coverage lint types check chaos bench profile docs matrix integrations models vendor clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kfc demo
@@ -32,6 +32,12 @@ types: $(VENV)/.dev
 
 # What CI runs.
 check: lint types test
+
+# Random kills, damaged files, mutated states and exceptions, for ten minutes: make chaos SEED=1.
+# The same command continues after an interruption.
+SEED ?= 0
+chaos: $(VENV)/.dev
+	$(BIN)/python tests/chaos.py --seed $(SEED)
 
 # In an environment of its own, with the libraries it compares with. BENCH="--help" for options.
 bench: benchmarks/.venv/.done
@@ -66,7 +72,7 @@ vendor:
 	rm plotly.js-cartesian-dist-min-$(PLOTLY).tgz
 
 clean:
-	rm -rf $(VENV) .venv-slow .venv-matrix .venv-integrations benchmarks/.venv runs site
+	rm -rf $(VENV) .venv-slow .venv-matrix .venv-integrations benchmarks/.venv runs site .chaos
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

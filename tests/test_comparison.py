@@ -16,8 +16,9 @@ from kfc.lab.comparison.settings import (
 )
 from kfc.lab.config import ConfigError
 from kfc.lab.data import load
+from kfc.lab.disk import RunError
 from kfc.lab.networks import NetworkError
-from kfc.lab.runs import RunError, read_record
+from kfc.lab.runs import read_record
 
 SMALL = {
     "title": "Small",
@@ -269,7 +270,7 @@ def test_a_comparison_is_read_as_it_was_written(tmp_path):
     with pytest.raises(RunError, match="never overwritten"):
         write_specification(tmp_path / "new", comparison)
     (tmp_path / "new" / "comparison.json").write_text("{")
-    with pytest.raises(RunError, match="not the folder of a comparison"):
+    with pytest.raises(RunError, match=r"comparison\.json is damaged"):
         read_specification(tmp_path / "new")
 
 

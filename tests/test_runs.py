@@ -9,8 +9,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from commands import run_script
+from kfc.lab.checkpoints import write_checkpoint
 from kfc.lab.config import make_config
-from kfc.lab.runs import RunError, RunFolder, read_record, write_atomically
+from kfc.lab.disk import RunError, write_atomically
+from kfc.lab.runs import RunFolder, read_record
 
 
 @pytest.fixture
@@ -69,7 +71,7 @@ def test_a_folder_is_never_overwritten(folder, config):
 
 def test_one_process_at_a_time(folder, tmp_path):
     program = (
-        "import sys, pathlib; from kfc.lab.runs import RunFolder, RunError\n"
+        "import sys, pathlib\nfrom kfc.lab.runs import RunFolder, RunError\n"
         "try: RunFolder(pathlib.Path(sys.argv[1]))\n"
         "except RunError as error: print(error)"
     )
@@ -90,12 +92,13 @@ def test_metrics_after_the_checkpoint_are_discarded(folder):
     again.close()
 
 
-def test_without_a_checkpoint_all_metrics_are_discarded(folder):
-    folder.write(row(10))
+def test_a_run_without_updates_begins_again(folder):
+    folder.write(row(0, "evaluation", train_loss=2.5))
     folder.close()
     again = RunFolder(folder.path)
     assert again.load() is None
-    assert read_record(again.path).progress == []
+    again.write(row(0, "evaluation", train_loss=2.5))
+    assert len(read_record(again.path).evaluations) == 1
     again.close()
 
 
@@ -137,8 +140,8 @@ def test_loading_a_checkpoint_runs_no_code(folder, tmp_path):
         def __reduce__(self):
             return os.system, (f"touch {tmp_path}/harm",)
 
-    torch.save({"format": 1, "metrics_bytes": 0, "bad": Bad()}, folder.path / "checkpoint.pt")
-    with pytest.raises(RunError):
+    write_checkpoint(folder.path, {"update": 1, "bad": Bad()}, 1, replace_newest=False)
+    with pytest.raises(RunError, match="not the checkpoint of a run"):
         folder.load()
     assert not (tmp_path / "harm").exists()
 
@@ -170,7 +173,7 @@ def test_an_unfinished_write_leaves_the_old_file(tmp_path):
     path.parent.mkdir()
     program = """
 import resource, pathlib, sys
-from kfc.lab.runs import write_atomically
+from kfc.lab.disk import write_atomically
 path = pathlib.Path(sys.argv[1])
 write_atomically(path, b"good")
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))

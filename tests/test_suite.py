@@ -10,6 +10,7 @@ import torch
 
 from commands import assert_clear_error, kfc_here, start_kfc
 from kfc.lab.data import Split, load
+from kfc.lab.disk import RunError
 from kfc.lab.report.suite import (
     failures,
     final_test_rows,
@@ -18,7 +19,6 @@ from kfc.lab.report.suite import (
     time_rows,
     write_suite_page,
 )
-from kfc.lab.runs import RunError
 from kfc.lab.suite import benchmark as benchmark_module
 from kfc.lab.suite.benchmark import Benchmark, load_problem, warm_up
 from kfc.lab.suite.methods import METHODS

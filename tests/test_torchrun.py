@@ -249,7 +249,7 @@ BROKEN_OFF = r"Error: rank {} of 2: (all_reduce of .*|a collective of .*) failed
 def test_a_killed_rank_ends_the_others_with_one_line(job, tmp_path):
     path = tmp_path / "run"
     ranks = job.start(2, "train", *ENDLESS, "--out", path)
-    wait_for(path / "checkpoint.pt")
+    wait_for(path / "checkpoint-1.pt")  # the second, after an update
     ranks[1].kill()
     ranks[0].wait(30)
     done = ranks[0].completed()
@@ -265,7 +265,7 @@ def test_a_stopped_rank_is_not_waited_for_longer_than_the_timeout(job, tmp_path)
     path = tmp_path / "run"
     ranks = job.start(2, "train", *ENDLESS, "--timeout", "4s", "--out", path)
     try:
-        wait_for(path / "checkpoint.pt")
+        wait_for(path / "checkpoint-1.pt")  # the second, after an update
         ranks[1].send_signal(signal.SIGSTOP)
         ranks[0].wait(30)
     finally:
@@ -321,7 +321,7 @@ def test_a_skipped_step_names_the_rank(job, tmp_path):
 def test_a_full_disk_of_rank_0_ends_all_ranks(job, tmp_path):
     path = tmp_path / "run"
     ranks = job.start(2, "train", *ENDLESS, "--out", path)
-    wait_for(path / "checkpoint.pt")
+    wait_for(path / "checkpoint-1.pt")  # the second, after an update
     # Prevents the next checkpoint; missing permissions would not prevent root.
     (path / ".checkpoint.pt.part").mkdir()
     done = [command.completed() for command in ranks]
@@ -369,13 +369,14 @@ def test_an_interruption_saves_a_checkpoint_in_spite_of_further_signals(job, tmp
 
 
 def test_a_restarted_job_continues_in_its_folder(job, tmp_path):
-    """Even if there is no checkpoint yet. Another job does not continue there."""
+    """Even if there is no row yet. Another job does not continue there."""
     arguments = (*SMALL, "--updates", "30", "--checkpoint-seconds", "0.01")
     runs = tmp_path / "runs"
     assert_all_well(job.run(2, "train", *arguments, "--log-period", "1"))
     path = runs / "digits-digits-sgd"
     whole = checkpoint(path)
-    (path / "checkpoint.pt").unlink()
+    for name in ("checkpoint.pt", "checkpoint-1.pt", "metrics.jsonl"):
+        (path / name).unlink()
     done = job.run(2, "train", *arguments, "--log-period", "1", restarts=1)
     assert_all_well(done)
     assert f"{path.relative_to(tmp_path)} continues from update 0" in done[0].stdout
@@ -433,7 +434,7 @@ def test_torchrun_restarts_after_a_kill(tmp_path, rank):
     path = tmp_path / "run"
     command = ("--max-restarts=1", "-m", "kfc", "train", *ENDLESS, "--epochs", "20")
     with torchrun(path, *command) as (job, log):
-        wait_for(path / "checkpoint.pt")
+        wait_for(path / "checkpoint-1.pt")  # the second, after an update
         os.kill(process_of_rank(rank, path), signal.SIGKILL)
         assert job.wait(120) == 0, log.read_text()
     text = log.read_text()
@@ -453,7 +454,7 @@ def test_torchrun_ends_with_a_stopped_rank(tmp_path, rank):
     """Within the timeout and torchrun's 30 s."""
     path = tmp_path / "run"
     with torchrun(path, "-m", "kfc", "train", *ENDLESS, "--timeout", "15s") as (job, log):
-        wait_for(path / "checkpoint.pt")
+        wait_for(path / "checkpoint-1.pt")  # the second, after an update
         os.kill(process_of_rank(rank, path), signal.SIGSTOP)
         assert job.wait(70) == 1
     text = log.read_text()

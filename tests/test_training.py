@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -14,11 +15,12 @@ from kfc.lab.components import RunComponents, weight_costs
 from kfc.lab.config import ConfigError, config_from_dict, make_config
 from kfc.lab.data import Inputs, load
 from kfc.lab.diagnosis import find_origin
+from kfc.lab.disk import RunError
 from kfc.lab.method import Setup
 from kfc.lab.muon import as_matrix
 from kfc.lab.networks import build
 from kfc.lab.optimizers import OPTIMIZERS
-from kfc.lab.runs import RunError, RunFolder, read_record
+from kfc.lab.runs import RunFolder, read_record
 from kfc.lab.training import Trainer
 
 
@@ -380,11 +382,12 @@ def tensors_of(state, prefix=""):
 
 
 def assert_same_state(found, expected):
-    """Compare everything except times."""
+    """Compare everything except times and what only this run has."""
     found, expected = tensors_of(found), tensors_of(expected)
     assert found.keys() == expected.keys()
     for path, value in expected.items():
-        if "seconds" in path or path in ("/metrics_bytes", "/last_log/1"):
+        own = ("/run", "/metrics_bytes", "/metrics_check", "/last_log/1")
+        if "seconds" in path or path.startswith("/settings/") or path in own:
             continue
         if isinstance(value, torch.Tensor):
             assert torch.equal(found[path], value), path
@@ -444,15 +447,30 @@ def test_a_run_on_other_data_is_not_resumed(digits, tmp_path):
     folder.close()
 
 
-def test_a_checkpoint_of_another_network_is_refused(digits, tmp_path):
-    run(tmp_path / "one", digits)
-    run(tmp_path / "two", digits, optimizer="sgd")
-    (tmp_path / "two" / "checkpoint.pt").replace(tmp_path / "one" / "checkpoint.pt")
-    (tmp_path / "two" / "metrics.jsonl").replace(tmp_path / "one" / "metrics.jsonl")
-    folder = RunFolder(tmp_path / "one")
-    with pytest.raises(RunError, match="not of this run"):
+def test_a_network_that_has_changed_since_is_refused(digits, tmp_path, monkeypatch):
+    text = "from torch import nn\ndef net():\n    return nn.Sequential(nn.Flatten(), {})\n"
+    module = tmp_path / "changing.py"
+    module.write_text(text.format("nn.Linear(64, 10)"))
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path / "run", digits, net="changing:net")
+    module.write_text(text.format("nn.Linear(64, 5), nn.Linear(5, 10)"))
+    monkeypatch.delitem(sys.modules, "changing")
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(RunError, match="does not fit the network"):
         Trainer.resume(folder, digits)
     folder.close()
+
+
+@pytest.mark.parametrize("optimizer", ["kfc", "kfac", "whitened-adam"])
+def test_the_seed_determines_the_state_of_the_optimizer(digits, optimizer):
+    """Whatever the process has drawn before."""
+    states = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        components = RunComponents(config_of(optimizer=optimizer), digits)
+        states.append(components.optimizer.state_dict())
+        assert torch.initial_seed() == seed
+    assert_same_state(*states)
 
 
 def test_the_seed_determines_batches_and_weights(digits):

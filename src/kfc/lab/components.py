@@ -151,6 +151,12 @@ class RunComponents(NetworkComponents):
         ranks = ranks or Ranks(None)
         with failing_together(ranks):
             super().__init__(config, data, ranks)
+            if not any(parameter.requires_grad for parameter in self.model.parameters()):
+                count = sum(1 for _ in self.model.parameters())
+                raise ConfigError(
+                    f"the network {config.problem.net} has nothing to train: "
+                    f"{f'all of its {count} parameters are frozen' if count else 'no parameters'}"
+                )
             with config_errors():
                 self.batches = Batches(
                     data.train,
@@ -172,7 +178,10 @@ class RunComponents(NetworkComponents):
             )
             options = optimizer_options(config.method.optimizer, config.method.options)
             self.estimated_examples = options.first_estimate(self.batches.examples)
-            self.optimizer = options.make(self.model, setup)
+            # Optimizers without a seed of their own take that of torch.
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(config.machine.seed)
+                self.optimizer = options.make(self.model, setup)
         with explained_collectives(ranks):
             self.replica = Replica(self.model, ranks, self.device)
         self.averages = Averages(self.model, timescale, config.records.averaging_fraction)

@@ -140,6 +140,9 @@ class Records:
         10_000, "Evaluate on at most the first N examples of each split"
     )
     checkpoint_seconds: float = _records(60.0, "Seconds of training between checkpoints")
+    checkpoints: int = _records(
+        2, "Checkpoints to keep: if the newest is damaged, the one before it is used", most=1000
+    )
     log_period: int = _records(10, "Updates between rows of the log")
 
 

@@ -2,46 +2,79 @@
 
 ``config.json`` holds everything needed to repeat a run. ``metrics.jsonl`` has a row for every few
 updates ("progress"), for the first estimate of the factors, for every evaluation and for the end.
-``checkpoint.pt`` is the last checkpoint. ``events.out.tfevents...`` has the same numbers for
-TensorBoard.
+``checkpoint.pt`` is the last checkpoint, ``checkpoint-1.pt`` the one before it.
+``events.out.tfevents...`` has the same numbers as the metrics for TensorBoard.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import platform
-import shutil
-import socket
-import tempfile
-import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from shlex import quote
+from typing import Any, BinaryIO
 
-import torch
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
-
-from kfc.lab.config import ConfigError, RunConfig, config_from_dict
+from kfc.lab.checkpoints import (
+    CHECKPOINT,
+    ForeignCheckpointError,
+    Found,
+    State,
+    checkpoint_files,
+    find_newest,
+    write_checkpoint,
+)
+from kfc.lab.config import LIMITS, Length, RunConfig, config_from_dict
 from kfc.lab.data import Dataset
+from kfc.lab.disk import (
+    RunError,
+    clear_disk_errors,
+    create_folder,
+    locked,
+    read_json,
+    require_digest,
+    write_checked,
+)
+from kfc.lab.environment import environment
+from kfc.lab.events import Events
+from kfc.lab.metrics import KINDS, Position, Row, encode, read_rows
 
-FORMAT = 3
-KINDS = ("estimate", "evaluation", "progress", "end")
-CONFIG, METRICS, CHECKPOINT, LOCK = "config.json", "metrics.jsonl", "checkpoint.pt", ".lock"
-
-
-class RunError(Exception):
-    """A run folder that cannot be used, read or written; the message says why."""
+FORMAT = 4
+CONFIG, METRICS = "config.json", "metrics.jsonl"
 
 
 # Reading
+
+
+@dataclass(frozen=True)
+class Header:
+    """The contents of ``config.json``.
+
+    Attributes:
+        run: an id that no other run has.
+        job: the launcher's job that began the run, if there was a launcher.
+    """
+
+    run: str
+    name: str
+    config: RunConfig
+    data_digest: str
+    environment: dict[str, Any]
+    job: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, **vars(self), "config": self.config.to_dict()}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything of the configuration that a resumed run keeps, as JSON represents it."""
+        values = self.config.to_dict()
+        kept = {name: value for name, value in values.items() if name not in LIMITS}
+        found: dict[str, Any] = json.loads(json.dumps(kept))
+        return found
 
 
 @dataclass(frozen=True)
@@ -61,24 +94,24 @@ class Record:
     config: RunConfig
     data_digest: str
     environment: dict[str, Any]
-    evaluations: list[dict[str, Any]]
-    progress: list[dict[str, Any]]
-    end: dict[str, Any] | None
-    estimate: dict[str, Any] | None = None
+    evaluations: list[Row]
+    progress: list[Row]
+    end: Row | None
+    estimate: Row | None = None
 
 
 def read_record(path: Path) -> Record:
     """Read a run folder; the run may be in progress, or may have been killed."""
-    header = _read_header(path)
-    rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
-    for row in _read_rows(path / METRICS):
+    header = read_header(path)
+    rows: dict[str, list[Row]] = {kind: [] for kind in KINDS}
+    for row in read_rows(path / METRICS, header.run):
         rows[row["kind"]].append(row)
     return Record(
         path,
-        header["name"],
-        header["config"],
-        header["data_digest"],
-        header["environment"],
+        header.name,
+        header.config,
+        header.data_digest,
+        header.environment,
         rows["evaluation"],
         rows["progress"],
         rows["end"][-1] if rows["end"] else None,
@@ -86,56 +119,63 @@ def read_record(path: Path) -> Record:
     )
 
 
-def _read_header(path: Path) -> dict[str, Any]:
+def read_end(path: Path) -> Row | None:
+    """Return the row that says why a run has ended; ``None`` if it has not, or a row is damaged."""
+    with suppress(RunError):
+        return read_record(path).end
+    return None
+
+
+def read_header(path: Path) -> Header:
+    """Read and verify the configuration in a run folder."""
     file = path / CONFIG
     if not file.is_file():
         raise RunError(f"{path} is not a run: it has no {CONFIG}")
+    content = read_json(file)
+    if content.get("format", FORMAT) != FORMAT:
+        raise RunError(
+            f"{path} was recorded by another version of kfc: {CONFIG} has format "
+            f"{content['format']!r}, and this version reads {FORMAT}; repeat the run"
+        )
+    content = require_digest(file, content)
     try:
-        header = json.loads(file.read_text(encoding="utf-8"))
-        if header["format"] != FORMAT:
-            raise RunError(
-                f"{path} was recorded by another version of kfc: {CONFIG} has format "
-                f"{header['format']}, and this version reads {FORMAT}; repeat the run"
-            )
-        header["config"] = config_from_dict(header["config"])
-        header["environment"], header["data_digest"], header["name"]
-    except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+        content.pop("format")
+        header = Header(**{**content, "config": config_from_dict(content["config"])})
+        texts = (header.run, header.name, header.data_digest, header.job or "")
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("run, name, data_digest and job must be strings")
+        if not isinstance(header.environment, dict):
+            raise TypeError("environment must be an object")
+    except Exception as error:  # values of any type may have been written by hand
         raise RunError(f"{file} is damaged, or from another version: {error}") from error
-    return dict(header)
+    return header
 
 
-def _read_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield complete rows; the last may be incomplete if the run was killed."""
-    try:
-        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    except OSError as error:
-        raise RunError(f"{file} cannot be read: {error.strerror}") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            row["update"]
-            if row["kind"] not in KINDS:
-                raise ValueError(f"unknown kind {row['kind']!r}")
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines) and not line.endswith(b"\n"):
-                return
-            raise RunError(f"{file}, line {number} is damaged: {error}") from error
-        yield row
+def read_checkpoint(path: Path) -> Found | None:
+    """Return the newest good checkpoint in a run folder, or ``None`` if there is none."""
+    header = read_header(path)
+    return find_newest(path, lambda state: _require_own(state, header, path))
 
 
-def read_checkpoint(path: Path) -> dict[str, Any] | None:
-    """Return the last checkpoint in a run folder, or ``None`` if there is none."""
-    file = path / CHECKPOINT
-    if not file.exists():
-        return None
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
-        # torch's own message is many lines about pickle.
-        raise RunError(f"{file} is damaged: it is not the checkpoint of a run") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise RunError(f"{file} is not a checkpoint that this version can read")
-    return state
+def _require_own(state: State, header: Header, path: Path) -> None:
+    """Raise ``ForeignCheckpointError`` unless the checkpoint was saved by this run."""
+    if state.get("format") != FORMAT:
+        raise ForeignCheckpointError(
+            f"the checkpoint in {path} was saved by another version of kfc: it has format "
+            f"{state.get('format')!r}, and this version reads {FORMAT}"
+        )
+    if state.get("run") != header.run:
+        raise ForeignCheckpointError(
+            f"the checkpoint in {path} is not of this run: it was saved by the run "
+            f"{state.get('run')!r}, and this is {header.run!r}; put back the run's own"
+        )
+    theirs, ours = state.get("settings"), header.settings
+    if theirs != ours:
+        differing = [f"--{name}" for name in ours if (theirs or {}).get(name) != ours[name]]
+        raise ForeignCheckpointError(
+            f"the checkpoint in {path} was saved with other settings than those in {CONFIG}: "
+            f"{', '.join(differing)}; restore {CONFIG}, or start a new run"
+        )
 
 
 def require_data(data: Dataset, digest: str, owner: str) -> None:
@@ -151,15 +191,18 @@ def matching_checkpoint(path: Path) -> Iterator[None]:
     """Turn errors in restoring a checkpoint into a ``RunError``."""
     try:
         yield
-    except (KeyError, ValueError, RuntimeError, TypeError) as error:
-        raise RunError(f"the checkpoint in {path} is not of this run: {error}") from error
+    except Exception as error:
+        # The checkpoint is as it was written, so that the network or the code has changed.
+        raise RunError(
+            f"the checkpoint in {path} does not fit the network: {type(error).__name__}: {error}"
+        ) from error
 
 
 def is_of_job(path: Path, config: RunConfig, job: str | None) -> bool:
     """Return whether a launcher's job began this run before its processes were restarted."""
     with suppress(RunError):
-        header = _read_header(path)
-        return job is not None and header.get("job") == job and bool(header["config"] == config)
+        header = read_header(path)
+        return job is not None and header.job == job and header.config == config
     return False
 
 
@@ -167,17 +210,31 @@ def is_of_job(path: Path, config: RunConfig, job: str | None) -> bool:
 
 
 class RunFolder:
-    """The folder of a run in progress, locked by one process."""
+    """The folder of a run in progress, locked by one process.
 
-    def __init__(self, path: Path) -> None:
+    Nothing in it changes before the first row or checkpoint is written.
+
+    Args:
+        length: other limits for the run.
+
+    Attributes:
+        note: why ``load`` has not used the newest checkpoint; empty if it has.
+    """
+
+    def __init__(self, path: Path, length: Length | None = None) -> None:
         self.path = path
-        self._header = _read_header(path)
-        self.config: RunConfig = self._header["config"]
-        self.data_digest: str = self._header["data_digest"]
+        self._header = read_header(path)
+        config = self._header.config
+        self.config = config if length is None else config.with_length(length)
+        self.data_digest = self._header.data_digest
+        self.note = ""
         self._lock = locked(path)
-        with clear_disk_errors(path):
-            self._metrics = (path / METRICS).open("ab")
-        self._events: RecordWriter | None = None
+        self._found: Found | None = None
+        self._position: Position | None = None  # of the next row; None before load() or restart()
+        self._discards_checkpoints = False
+        self._newest_is_bad = False
+        self._metrics: BinaryIO | None = None
+        self._events: Events | None = None
 
     @classmethod
     def create(
@@ -191,22 +248,12 @@ class RunFolder:
         job: str | None = None,
     ) -> RunFolder:
         """Create a folder with a complete configuration, or none at all."""
-        header = {
-            "format": FORMAT,
-            "name": name,
-            "config": config.to_dict(),
-            "data_digest": data_digest,
-            "environment": {**environment(), "processes": processes},
-            "job": job,
-        }
-        create_folder(path, CONFIG, header)
-        return cls(path)
-
-    def set_config(self, config: RunConfig) -> None:
-        """Replace the configuration; only the limits may differ."""
-        with clear_disk_errors(self.path):
-            write_json(self.path / CONFIG, {**self._header, "config": config.to_dict()})
-        self.config = config
+        machine = {**environment(), "processes": processes}
+        header = Header(uuid.uuid4().hex, name, config, data_digest, machine, job)
+        create_folder(path, CONFIG, header.to_dict())
+        folder = cls(path)
+        folder.restart()
+        return folder
 
     def close(self) -> None:
         for file in (self._events, self._metrics, self._lock):
@@ -214,41 +261,110 @@ class RunFolder:
                 if file is not None:
                     file.close()
 
+    # Resumption
+
+    def newest(self) -> State | None:
+        """Return the newest good checkpoint; ``None`` if the run was ended before its first.
+
+        Raises:
+            RunError: checkpoints are missing or damaged, or those of another run.
+        """
+        again = f"kfc train --resume {quote(str(self.path))} --restart begins the run again"
+        try:
+            self._found = self._found or find_newest(self.path, self._check)
+            if self._found is None:
+                self._require_no_updates()
+        except ForeignCheckpointError:
+            raise
+        except RunError as error:
+            raise RunError(f"{error}; {again}") from error
+        return None if self._found is None else self._found.state
+
+    def load(self) -> State | None:
+        """Return the newest good checkpoint, and let the next row follow it.
+
+        Metrics after the checkpoint are discarded when the next row or checkpoint is written.
+        """
+        state = self.newest()
+        if state is None or self._found is None:
+            self._position = Position.at_start(self._header.run)
+            return None
+        self.note, self._newest_is_bad = self._found.note, self._found.file.name != CHECKPOINT
+        self._position = _position_of(state)
+        self._found = None
+        return state
+
+    def restart(self) -> None:
+        """Let the next row be the first; it discards all metrics and checkpoints."""
+        self._position = Position.at_start(self._header.run)
+        self._discards_checkpoints = True
+
+    def _check(self, state: State) -> None:
+        """Raise ``RunError`` unless the checkpoint belongs to this run and to its metrics."""
+        _require_own(state, self._header, self.path)
+        read_rows(self.path / METRICS, self._header.run, _position_of(state))
+
+    def _require_no_updates(self) -> None:
+        """Raise ``RunError`` if the run has trained, although it has no checkpoint."""
+        rows = read_rows(self.path / METRICS, self._header.run)
+        if rows and (last := rows[-1]["update"]) > 0:
+            raise RunError(
+                f"{self.path} has no {CHECKPOINT}, although {METRICS} has rows up to update "
+                f"{last}: put the file back"
+            )
+
+    # Rows and checkpoints
+
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row of metrics; numbers that are not finite become null."""
-        values = {f"{row['kind']}/{k}": v for k, v in row.items() if isinstance(v, float)}
         with clear_disk_errors(self.path):
-            finite = json.loads(json.dumps(row), parse_constant=lambda _: None)
-            self._metrics.write(json.dumps(finite).encode() + b"\n")
-            self._metrics.flush()
+            metrics, position = self._open()
+            line, self._position = encode(row, position)
+            metrics.write(line)
+            metrics.flush()
             # A new file at the first row, so that TensorBoard discards the rows of an interrupted
             # run after its last checkpoint.
-            self._events = self._events or _open_events(self.path, first=row["update"])
-            entries = [Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()]
-            _write_event(self._events, step=row["update"], summary=Summary(value=entries))
-            self._events.flush()
+            self._events = self._events or Events(self.path, first=row["update"])
+            self._events.write(row)
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Replace the checkpoint; if that fails, the last one remains."""
+        """Write a checkpoint; if that fails, those before it remain."""
         with clear_disk_errors(self.path):
-            os.fsync(self._metrics.fileno())
-            content = {"format": FORMAT, "metrics_bytes": self._metrics.tell(), **state}
-            buffer = io.BytesIO()
-            torch.save(content, buffer)
-            write_atomically(self.path / CHECKPOINT, buffer.getbuffer())
+            metrics, position = self._open()
+            os.fsync(metrics.fileno())
+            content = {
+                "format": FORMAT,
+                "run": self._header.run,
+                "settings": self._header.settings,
+                "metrics_bytes": position.size,
+                "metrics_check": position.check,
+                **state,
+            }
+            kept = self.config.records.checkpoints
+            write_checkpoint(self.path, content, kept, replace_newest=self._newest_is_bad)
+            self._newest_is_bad = False
 
-    def load(self) -> dict[str, Any] | None:
-        """Return the last checkpoint, if any, and discard the metrics written after it."""
-        state = read_checkpoint(self.path)
-        with clear_disk_errors(self.path):
-            kept = state["metrics_bytes"] if state else 0
-            if self._metrics.tell() < kept:
-                raise RunError(
-                    f"{self.path / METRICS} is shorter than when {CHECKPOINT} was written"
-                )
-            self._metrics.truncate(kept)
-            self._metrics.seek(kept)
-        return state
+    def _open(self) -> tuple[BinaryIO, Position]:
+        """Return the file of metrics and the place of the next row.
+
+        The first call makes the folder that of the run which is continued.
+        """
+        if self._position is None:
+            raise RuntimeError("call load() or restart() before the first row")
+        if self._metrics is None:
+            if self.config != self._header.config:
+                header = {**self._header.to_dict(), "config": self.config.to_dict()}
+                write_checked(self.path / CONFIG, header)
+            if self._discards_checkpoints:
+                for file in checkpoint_files(self.path):
+                    file.unlink()
+            self._metrics = (self.path / METRICS).open("ab")
+            self._metrics.truncate(self._position.size)
+        return self._metrics, self._position
+
+
+def _position_of(state: State) -> Position:
+    return Position(state["metrics_bytes"], state["metrics_check"])
 
 
 @dataclass(frozen=True)
@@ -262,118 +378,8 @@ class RemoteFolder:
     def write(self, row: Mapping[str, Any]) -> None: ...
     def save(self, state: Mapping[str, Any]) -> None: ...
     def load(self) -> None: ...
+    def restart(self) -> None: ...
     def close(self) -> None: ...
 
 
 AnyFolder = RunFolder | RemoteFolder
-
-# torch's SummaryWriter writes events from a thread, which would lose an error such as a full disk.
-
-
-def _open_events(folder: Path, first: int) -> RecordWriter:
-    """Open a new file of events; TensorBoard discards those from ``first`` on in older files."""
-    name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-    # A number, since several files may be written within a second.
-    number = len(list(folder.glob("events.out.tfevents.*")))
-    events = RecordWriter((folder / f"{name}.{number}").open("wb"))
-    _write_event(events, file_version="brain.Event:2")
-    _write_event(events, step=first, session_log=SessionLog(status=SessionLog.START))
-    return events
-
-
-def _write_event(events: RecordWriter, **content: Any) -> None:
-    events.write(Event(wall_time=time.time(), **content).SerializeToString())
-
-
-def environment() -> dict[str, Any]:
-    """Return versions and a description of the machine."""
-    processor = platform.processor() or platform.machine()
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line for line in lines if line.startswith("model name"))
-        processor = model.split(":", 1)[1].strip()
-    return {
-        "kfc": version("kfc-torch"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "processor": processor,
-        "cores": os.cpu_count(),
-        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-# Files
-
-
-def create_folder(path: Path, name: str, content: Mapping[str, Any]) -> None:
-    """Create a folder that contains a complete JSON file, or no folder at all."""
-    if path.exists():
-        raise RunError(
-            f"{path} exists already and is never overwritten: choose another --out, remove it, "
-            f"or continue it with --resume {path}"
-        )
-    with clear_disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-        try:
-            draft.chmod(0o755)
-            write_json(draft / name, content)
-            draft.rename(path)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_atomically(path, json.dumps(content, indent=2, allow_nan=False).encode())
-
-
-def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Write a file to disk completely, or leave the old one unchanged."""
-    draft = path.with_name(f".{path.name}.part")
-    try:
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def locked(path: Path) -> io.TextIOWrapper:
-    """Lock the folder until the file is closed or the process ends.
-
-    The lock belongs to the process and not to the open file, which DataLoader workers inherit and
-    may keep open for longer.
-    """
-    try:
-        import fcntl
-    except ImportError:  # Windows has no such lock
-        return (path / LOCK).open("w")
-    with clear_disk_errors(path):
-        lock = (path / LOCK).open("w")
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
-        raise RunError(f"{path} is in use by another process") from error
-    return lock
-
-
-@contextmanager
-def clear_disk_errors(path: Path) -> Iterator[None]:
-    """Turn errors of the operating system into a ``RunError`` that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise RunError(
-            f"{path} cannot be written: {error.strerror or error}. What was saved before is kept"
-        ) from error

@@ -19,7 +19,7 @@ from kfc.lab.components import RunComponents
 from kfc.lab.config import RunConfig
 from kfc.lab.costs import Costs
 from kfc.lab.data import Dataset
-from kfc.lab.diagnosis import described, diagnose, find_origin
+from kfc.lab.diagnosis import DivergenceWatch, diagnose, diagnostics_of, find_origin
 from kfc.lab.first_estimate import EstimateInterruptedError, FirstEstimate
 from kfc.lab.processes.ranks import Launch, explained_collectives, failing_together, gather_objects
 from kfc.lab.runs import AnyFolder, RemoteFolder, RunFolder, matching_checkpoint, require_data
@@ -63,6 +63,7 @@ class Trainer:
         self._images = components.first_image
         self._first_estimate = FirstEstimate(components)
         self._last_log = (0, 0.0)
+        self._watch = DivergenceWatch(components.optimizer)
 
     @classmethod
     def start(
@@ -96,19 +97,28 @@ class Trainer:
         folder: AnyFolder,
         data: Dataset,
         *,
+        restart: bool = False,
         on_row: OnRow | None = None,
         ranks: Ranks | None = None,
     ) -> Trainer:
-        """Continue from a folder's last checkpoint, or from the beginning if there is none.
+        """Continue from a folder's newest good checkpoint, or begin if it has none yet.
 
-        The number of ranks may differ from that of the process that saved the checkpoint.
+        The number of ranks may differ from that of the process that saved the checkpoint. The
+        folder is unchanged until the run is restored.
+
+        Args:
+            restart: begin again, and discard the checkpoints and metrics.
         """
         ranks = ranks or Ranks(None)
         with failing_together(ranks):
             require_data(data, folder.data_digest, f"{folder.path} was trained on")
         trainer = cls(RunComponents(folder.config, data, ranks), folder, on_row)
+        state = None
         with failing_together(ranks):
-            state = folder.load()
+            if restart:
+                folder.restart()
+            else:
+                state = folder.load()
         state = ranks.share(state)
         if state is None:
             trainer._begin()
@@ -118,8 +128,10 @@ class Trainer:
         return trainer
 
     def _begin(self) -> None:
-        self.evaluate_now()
-        self._end_if_not_finite(self.last_evaluation["train_loss"])
+        loss = self.evaluate_now()["train_loss"]
+        self._watch.begin(loss)
+        if not self._end_if_diverged(self._watch.sign_in_loss(loss)):
+            self.save()
 
     def close(self) -> None:
         self._stream = None
@@ -144,7 +156,7 @@ class Trainer:
                 with explained_collectives(self.ranks):
                     self._train_once()
             except FloatingPointError as error:  # KFAC found no finite step
-                self._end("diverged", f"{error}; {self._diagnosis()}")
+                self._end_if_diverged("training stopped", str(error))
             else:
                 stop = self._agree(interrupted())
                 self._do_what_is_due()
@@ -178,7 +190,8 @@ class Trainer:
             return False
         except FloatingPointError as error:
             self._images = self._first_estimate.images
-            self._end("diverged", f"the factors cannot be estimated: {error}; {self._diagnosis()}")
+            message = f"the factors cannot be estimated: {error}"
+            self._end_if_diverged("training stopped", message)
             return True
         self._agree()
         self._last_log = self.update, self.seconds
@@ -234,17 +247,21 @@ class Trainer:
         logs = self.update % config.records.log_period == 0
         evaluates = self.update % period == 0 or reason is not None
         saves = evaluates or self.seconds - self._saved_at >= config.records.checkpoint_seconds
+        # Several ranks count skipped steps themselves. Counting makes the host wait for a GPU.
+        watches = self.ranks.size == 1 and (logs or self.components.device.type == "cpu")
+        if watches and self._end_if_diverged(self._watch.sign_in_steps(self.update)):
+            return
         if not (logs or saves):
             return  # reading the loss makes the host wait for the device
         self._wait_for_device()
         [loss] = self.ranks.mean([self._loss.item()], "loss")
-        if self._end_if_not_finite(loss):
+        if self._end_if_diverged(self._watch.sign_in_loss(loss)):
             return
         if logs:
             self._log(loss)
         if evaluates:
-            self.evaluate_now()
-            if self._end_if_not_finite(self.last_evaluation["train_loss"]):
+            loss = self.evaluate_now()["train_loss"]
+            if self._end_if_diverged(self._watch.sign_in_loss(loss)):
                 return
         if saves:
             self.save()
@@ -257,12 +274,15 @@ class Trainer:
             now(self.components.device)
         self._agree()
 
-    def _end_if_not_finite(self, loss: float) -> bool:
-        """End a run that has diverged, before a checkpoint could keep its parameters."""
-        if math.isfinite(loss):
-            return False
-        self._end("diverged", self._diagnosis())
-        return True
+    def _end_if_diverged(self, sign: str, error: str = "") -> bool:
+        """End the run if there is a sign of divergence, before a checkpoint keeps its parameters.
+
+        Args:
+            error: a message that precedes the diagnosis.
+        """
+        if sign:
+            self._end("diverged", "; ".join(filter(None, [error, self._diagnosis(sign)])))
+        return bool(sign)
 
     def _reached_limit(self) -> str | None:
         """Return the reason why the run is complete, if it is."""
@@ -302,7 +322,7 @@ class Trainer:
             "evaluation",
             **measures,
             step_seconds=self._costs.means_since_last_time(),
-            diagnostics=self._diagnostics(),
+            diagnostics=diagnostics_of(components.optimizer, components.model),
         )
         return self.last_evaluation
 
@@ -334,24 +354,11 @@ class Trainer:
             self._on_row(row)
         return row
 
-    def _diagnostics(self) -> Row:
-        """Return the optimizer's diagnostics without its timings."""
-        optimizer = self.components.optimizer
-        if not isinstance(optimizer, CurvatureOptimizer):
-            return {}
-        timing = ("seconds", "total_seconds")
-        found = {key: value for key, value in optimizer.diagnostics.items() if key not in timing}
-        modules = dict(self.components.model.named_modules())
-        layers = {
-            name: {"kind": described(modules[name]), **own} if name in modules else own
-            for name, own in found.get("layers", {}).items()
-        }
-        return {**found, "layers": layers} if layers else found
-
-    def _diagnosis(self) -> str:
+    def _diagnosis(self, sign: str) -> str:
         """Return the diagnosis of the rank on which the run began to diverge."""
         model, config = self.components.model, self.folder.config
-        own = diagnose(model, self._images, self.update, config, self._diagnostics())
+        measured = diagnostics_of(self.components.optimizer, model)
+        own = diagnose(sign, model, self._images, self.update, config, measured)
         bad_since = self.components.replica.bad_since()
         rank, origin = find_origin(self.ranks.gather([self._loss.item(), bad_since]))
         diagnosis = gather_objects(self.ranks, own, "texts")[rank]
@@ -369,6 +376,7 @@ class Trainer:
                 "seconds": self.seconds,
                 "last_log": list(self._last_log),
                 "last_evaluation": numbers,
+                "first_loss": self._watch.first_loss,
                 "model": self.components.model.state_dict(),
                 "optimizer": self.components.optimizer.state_dict(),
                 "averages": self.components.averages.state_dict(),
@@ -383,6 +391,7 @@ class Trainer:
             self.update, self.seconds = state["update"], state["seconds"]
             self._last_log = tuple(state["last_log"])
             self.last_evaluation = state["last_evaluation"]
+            self._watch.begin(state["first_loss"], self.update)
         self._saved_at = self.seconds
         self._costs.resume_at(self.seconds)
         if reason := self._reached_limit():

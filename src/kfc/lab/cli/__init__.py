@@ -93,7 +93,8 @@ def main(
 
       kfc inspect runs/cifar10-cuda-convnet-kfc
 
-    Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 the run diverged, 130 interrupted.
+    Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 the run diverged, 130 interrupted,
+    141 the reader of the output has gone.
     """
     command = context.invoked_subcommand
     if Launch.from_environment().size > 1 and command != "train":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kfc.lab.cli import screen
-from kfc.lab.cli.options import Create, DataDir, parameter, with_options
+from kfc.lab.cli.options import Create, DataDir, TrustNet, parameter, with_options
 from kfc.lab.cli.report import publish
 from kfc.lab.comparison import settings
 from kfc.lab.comparison.runner import ComparedRun, ComparisonRunner
@@ -18,35 +18,38 @@ from kfc.lab.components import require_network
 from kfc.lab.config import LIMITS, OPTIONS
 from kfc.lab.data import load
 from kfc.lab.data.loading import create_data_folder
+from kfc.lab.networks import require_trusted
 from kfc.lab.options import config_errors
 from kfc.lab.report.summary import best_runs
+from kfc.lab.runs import read_end
 from kfc.lab.training import Row
 
 PAGE = "report.html"
 OVERRIDES = ("seed", "epochs", "seconds", "device", "threads", "workers")
 PANEL = "Overrides of the preset or file, for all runs"
+WHAT = typer.Argument(
+    metavar="PRESET|FILE.toml",
+    help=f"Presets: {', '.join(settings.preset_names())}; or suite, which has its own options: "
+    "kfc compare suite --help.",
+)
+RESUME = typer.Option(help="Continue this comparison; --epochs or --time can make it longer.")
+NET = typer.Option(
+    help="With --resume: a network of your own that the comparison uses; may be repeated."
+)
 
 
 @with_options(parameter(OPTIONS[name], panel=PANEL, defaults={}) for name in OVERRIDES)
 def compare(
-    what: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PRESET|FILE.toml",
-            help=f"Presets: {', '.join(settings.preset_names())}; or suite, which has its own "
-            "options: kfc compare suite --help.",
-        ),
-    ] = None,
+    what: Annotated[str | None, WHAT] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Run a smaller version, ten minutes on two cores.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the comparison; it must not exist.")
     ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(help="Continue this comparison; --epochs or --time can make it longer."),
-    ] = None,
+    resume: Annotated[Path | None, RESUME] = None,
+    net: Annotated[list[str] | None, NET] = None,
+    trust_net: TrustNet = False,
     data_dir: DataDir = None,
     create: Create = False,
     **overrides: Any,
@@ -79,7 +82,9 @@ def compare(
                     "changed: --epochs, --time",
                     param_hint="--resume",
                 )
-            _continue(resume, overrides, data_dir)
+            _continue(resume, overrides, data_dir, net or (), trust=trust_net)
+        elif net:
+            raise typer.BadParameter("is only for --resume; the file names it", param_hint="--net")
         elif what is not None:
             _start(what, quick, overrides, out, data_dir)
         else:
@@ -109,21 +114,40 @@ def _start(
 ) -> None:
     comparison = settings.read_comparison(what, quick=quick, overrides=overrides)
     name = Path(what).stem + ("-quick" if quick else "")
-    _run(comparison, out or screen.free_path(Path("runs") / name), data_dir, new=True)
+    _run(comparison, out or screen.free_path(Path("runs") / name), data_dir)
 
 
-def _continue(folder: Path, overrides: Mapping[str, Any], data_dir: Path | None) -> None:
+def _continue(
+    folder: Path,
+    overrides: Mapping[str, Any],
+    data_dir: Path | None,
+    named: Sequence[str],
+    *,
+    trust: bool,
+) -> None:
     comparison = settings.read_specification(folder)
-    longer = settings.with_overrides(comparison, overrides)
-    if longer != comparison:
-        settings.replace_specification(folder, longer)
-    _run(longer, folder, data_dir, new=False)
+    for net in _networks(comparison):
+        require_trusted(net, folder, named, trust=trust)
+    _run(settings.with_overrides(comparison, overrides), folder, data_dir, replaces=comparison)
+
+
+def _networks(comparison: settings.Comparison) -> list[str]:
+    """Return the networks of all runs, each once."""
+    configs = (config for each in comparison.candidates().values() for config in each)
+    return list(dict.fromkeys(config.problem.net for config in configs))
 
 
 def _run(
-    comparison: settings.Comparison, folder: Path, data_dir: Path | None, *, new: bool
+    comparison: settings.Comparison,
+    folder: Path,
+    data_dir: Path | None,
+    replaces: settings.Comparison | None = None,
 ) -> None:
-    """Run to the end and publish the results, or until interrupted."""
+    """Run to the end and publish the results, or until interrupted.
+
+    Args:
+        replaces: the definition in the folder of a comparison to continue; ``None`` if it is new.
+    """
     candidates = comparison.candidates()
     for method, configs in candidates.items():
         with config_errors(f"method {method}: "):
@@ -140,17 +164,27 @@ def _run(
 
     with screen.progress_bars() as progress, screen.interruptions() as interrupted:
         runner = ComparisonRunner(comparison, folder, data, show, interrupted)
-        if new:
+        if replaces is None:
             runner.check()
             settings.write_specification(folder, comparison)
         for run in runner.runs:
             displays[run] = screen.RunDisplay(progress, run.label, run.config, f"{run.label} ")
-            if run.path.exists() and (end := run.record().end):
+            if run.path.exists() and (end := read_end(run.path)):
                 displays[run](end)
-        finished = runner.run()
+
+        def note_start() -> None:
+            for run in runner.runs:
+                if run.note:
+                    screen.print_warning(f"{run.label}: {run.note}")
+            if replaces not in (None, comparison):
+                settings.replace_specification(folder, comparison)
+
+        finished = runner.run(note_start)
     if not finished:
-        screen.say(f"Interrupted. To continue: kfc compare --resume {quote(str(folder))}")
-        raise typer.Exit(screen.INTERRUPTED)
+        own = "".join(f" --net {quote(net)}" for net in _networks(comparison) if ":" in net)
+        screen.say(f"Interrupted. To continue: kfc compare --resume {quote(str(folder))}{own}")
+        closed = screen.console.is_closed
+        raise typer.Exit(screen.OUTPUT_CLOSED if closed else screen.INTERRUPTED)
     records = runner.records()
     publish(records, folder / PAGE, comparison)
     ends = [record.end or {} for record in best_runs(records)]

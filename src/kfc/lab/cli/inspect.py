@@ -12,10 +12,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.markup import escape
 
 from kfc.lab.cli import screen
-from kfc.lab.cli.options import Create, DataDir, parameter, with_options
+from kfc.lab.cli.options import Create, DataDir, TrustNet, parameter, with_options
 from kfc.lab.cli.report import with_distinct_names
 from kfc.lab.components import require_network
 from kfc.lab.config import OPTIONS, RunConfig, make_config
@@ -24,6 +23,7 @@ from kfc.lab.data.loading import create_data_folder
 from kfc.lab.inspection.networks import PARAMETERS, InspectedNetwork, inspected_network
 from kfc.lab.inspection.results import FORMAT, PANEL, Inspection, InspectionSettings
 from kfc.lab.inspection.runner import STEPS, inspect_network, selected_layers
+from kfc.lab.networks import require_trusted
 from kfc.lab.options import ConfigError, not_one_of, options_of
 from kfc.lab.report import inspection as report
 from kfc.lab.runs import Record, read_record
@@ -33,6 +33,12 @@ UNTRAINED = "An untrained network instead of a run"
 SETTINGS = options_of(InspectionSettings)
 # Shorter than the page's header; Frobenius and operator are errors.
 HEADER = tuple(name.removesuffix(" error").removesuffix(" ratio") for name in report.QUALITIES)
+NET = typer.Option(
+    help=f"{OPTIONS['net'].help}; may be repeated. With runs: the network of your own in them.",
+    rich_help_panel=UNTRAINED,
+)
+RAW = typer.Option(help="Parameters of a run: averaged (default) or raw.", rich_help_panel=PANEL)
+OUT = typer.Option("--out", "-o", help=f"HTML page to write; default: {PAGE}, none with --json.")
 
 
 @with_options(
@@ -46,18 +52,10 @@ def inspect(
     runs: Annotated[
         list[Path] | None, typer.Argument(metavar="RUN", help="Folders of runs.")
     ] = None,
-    net: Annotated[
-        list[str] | None,
-        typer.Option(help=f"{OPTIONS['net'].help}; may be repeated.", rich_help_panel=UNTRAINED),
-    ] = None,
-    parameters: Annotated[
-        str | None,
-        typer.Option(help="Parameters of a run: averaged (default) or raw.", rich_help_panel=PANEL),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help=f"HTML page to write; default: {PAGE}, none with --json."),
-    ] = None,
+    net: Annotated[list[str] | None, NET] = None,
+    trust_net: TrustNet = False,
+    parameters: Annotated[str | None, RAW] = None,
+    out: Annotated[Path | None, OUT] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of tables, and nothing else.")
     ] = False,
@@ -87,17 +85,19 @@ def inspect(
         if create:
             create_data_folder(data_dir)
         page = out or (None if as_json else PAGE)
-        if page is not None and page.is_dir():
-            raise typer.BadParameter(f"{page} is a folder; name a file", param_hint="--out")
+        if page is not None:
+            screen.require_page(page)
         settings = _settings({name: given.pop(name) for name in SETTINGS if name in given})
         if (threads := given.pop("threads", None)) is not None:
             OPTIONS["threads"].check(threads)
             torch.set_num_threads(threads)
-        networks = _networks(runs, net, parameters, given, settings, data_dir)
-        # Check all names, and that the page can be written, before the work begins.
-        for network in networks:
-            selected_layers(network, settings)
-        if page is not None:
+        chosen = _chosen(runs, net, parameters, given, settings.seed)
+        for config, record in chosen:
+            if record is not None:
+                require_trusted(config.problem.net, record.path, net or (), trust=trust_net)
+            require_network(config)
+        networks = _networks(chosen, parameters or PARAMETERS[0], settings, data_dir)
+        if page is not None:  # before the work begins
             _require_writable(page)
         _publish(_inspect(networks, settings), page, as_json)
 
@@ -110,37 +110,45 @@ def _settings(chosen: dict[str, Any]) -> InspectionSettings:
     return InspectionSettings(**chosen)
 
 
-def _networks(
+def _chosen(
     runs: list[Path] | None,
     nets: list[str] | None,
     parameters: str | None,
     options: dict[str, Any],
-    settings: InspectionSettings,
-    data_dir: Path | None,
-) -> list[InspectedNetwork]:
-    """Return the networks of runs, or untrained ones."""
-    if bool(runs) == bool(nets or options.keys() - {"device"}):
+    seed: int,
+) -> list[tuple[RunConfig, Record | None]]:
+    """Return the runs to inspect, or the configurations of untrained networks."""
+    own = nets and all(":" in net for net in nets)  # which may belong to the runs
+    described = bool(options.keys() - {"device"} or (nets and not (runs and own)))
+    if bool(runs) == described:
         raise typer.BadParameter("name either folders of runs, or --net and --data")
     if not runs and parameters is not None:
         raise typer.BadParameter("--parameters has no effect on an untrained network")
-    parameters = parameters or PARAMETERS[0]
-    if parameters not in PARAMETERS:
+    if parameters not in (None, *PARAMETERS):
         raise ConfigError(not_one_of("parameters", parameters, PARAMETERS))
-    chosen: list[tuple[RunConfig, Record | None]]
     if runs:
         records = with_distinct_names([[read_record(path)] for path in runs])
-        chosen = [(record.config.with_options(**options), record) for record in records]
-    else:
-        configs = [{"net": net} for net in nets] if nets else [{}]
-        chosen = [(make_config(**net, **options, seed=settings.seed), None) for net in configs]
-    for config, _ in chosen:
-        require_network(config)
-    return [
+        return [(record.config.with_options(**options), record) for record in records]
+    configs = [{"net": net} for net in nets] if nets else [{}]
+    return [(make_config(**net, **options, seed=seed), None) for net in configs]
+
+
+def _networks(
+    chosen: Sequence[tuple[RunConfig, Record | None]],
+    parameters: str,
+    settings: InspectionSettings,
+    data_dir: Path | None,
+) -> list[InspectedNetwork]:
+    """Return the networks, after checking that they have the layers to inspect."""
+    networks = [
         inspected_network(
             config, load(config.problem.data, data_dir), settings.examples, record, parameters
         )
         for config, record in chosen
     ]
+    for network in networks:
+        selected_layers(network, settings)
+    return networks
 
 
 def _require_writable(page: Path) -> None:
@@ -160,12 +168,12 @@ def _inspect(
     found = []
     with screen.progress_bars(screen.errors) as progress:
         for network in networks:
-            task = progress.add_task(escape(network.label), total=1.0, state="")
+            task = progress.add_task(screen.shown(network.label), total=1.0, state="")
 
             def show(
                 layer: str, step: str, part: float, label: str = network.label, task: Any = task
             ) -> None:
-                progress.update(task, completed=part, state=escape(f"{layer}: {step}"))
+                progress.update(task, completed=part, state=screen.shown(f"{layer}: {step}"))
                 if step == STEPS[0] and not screen.errors.is_terminal:  # there is no moving bar
                     screen.say(f"{label}: {layer}", on=screen.errors)
 
@@ -201,7 +209,7 @@ def _print(inspection: Inspection) -> None:
             rows = [HEADER, *report.quality_rows(layer.comparison)[1:]]
             tables.append((f"{inspection.label}, {layer.name} ({layer.kind})", rows))
     for title, rows in tables:
-        table = screen.as_table(rows, escape(title), compact=True)
+        table = screen.as_table(rows, screen.shown(title), compact=True)
         screen.console.print(table, highlight=False)
     for note in report.notes_of(inspection):
         screen.say(note)

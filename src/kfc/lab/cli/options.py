@@ -25,6 +25,15 @@ Create = Annotated[
     bool, typer.Option("--create", help="Create the data folder if it does not exist.")
 ]
 
+TrustNet = Annotated[
+    bool,
+    typer.Option(
+        "--trust-net",
+        help="Import the network that the folder names, such as mynets:small, although that runs "
+        "code and --net does not name it. Only for folders whose origin you know.",
+    ),
+]
+
 
 def with_options(parameters: Iterable[inspect.Parameter]) -> Callable[[Command], Command]:
     """Decorate a command so that typer finds these parameters besides its own, annotated ones."""

@@ -70,6 +70,7 @@ def plan(
       kfc plan cuda-convnet --batch-size 256 --check 1,2,4
     """
     with screen.clear_errors():
+        screen.require_page(out)
         subject = Subject(net, _image(image), classes, batch_size)
         require_known(net)
         sizes = RANKS if ranks is None else _counts("--ranks", ranks)

@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
-from kfc.lab.cli.screen import as_table, clear_errors, console, say, writing
+from kfc.lab.cli.screen import as_table, clear_errors, console, require_page, say, writing
 from kfc.lab.comparison.settings import SPECIFICATION, Comparison, read_specification
+from kfc.lab.disk import RunError
 from kfc.lab.options import ConfigError, not_one_of
 from kfc.lab.report.page import write_page
 from kfc.lab.report.summary import Goals, best_runs, default_goals, goal_rows, summary_rows
-from kfc.lab.runs import CONFIG, Record, RunError, read_record
+from kfc.lab.runs import CONFIG, Record, read_record
 
 
 def report(
@@ -42,8 +43,7 @@ def report(
       kfc report runs/cifar10-cuda-convnet-kfc runs/cifar10-cuda-convnet-sgd --train-error 6
     """
     with clear_errors():
-        if out.is_dir():
-            raise typer.BadParameter(f"{out} is a folder; name a file", param_hint="--out")
+        require_page(out)
         records = with_distinct_names([records_in(path) for path in runs])
         names = [record.name for record in records]
         if baseline is not None and baseline not in names:

@@ -23,23 +23,59 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Column, Table
 
 from kfc.distributed.ranks import CollectiveError
+from kfc.lab.comparison.settings import SPECIFICATION
 from kfc.lab.config import ConfigError, RunConfig
 from kfc.lab.networks import NetworkError
 from kfc.lab.processes.ranks import EXPECTED_ERRORS, Launch, RanksFailedError
+from kfc.lab.runs import CONFIG
+from kfc.lab.suite.store import SETTINGS
 
 FAILED, USAGE, DIVERGED, INTERRUPTED = 1, 2, 3, 130
+OUTPUT_CLOSED = 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else FAILED
 LONGEST_QUOTE = 160
+# Each of these makes a folder one that is ours.
+OWN_FILES = (CONFIG, SPECIFICATION, SETTINGS)
 
 # A terminal or pipe that cannot encode a character such as ν gets a question mark.
 for stream in (sys.stdout, sys.stderr):
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")
 
-console = Console()
-errors = Console(stderr=True)
+
+class PipedConsole(Console):
+    """A console that stays silent after the reader of its output has gone, as `head -1` does.
+
+    Attributes:
+        is_closed: whether the reader has gone.
+    """
+
+    is_closed = False
+
+    def on_broken_pipe(self) -> None:
+        self.is_closed = True
+        with suppress(OSError, ValueError):
+            # Nothing is flushed into the pipe at the end of the process.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
+console = PipedConsole()
+errors = PipedConsole(stderr=True)
 
 
 # Messages
+
+
+def printable(text: str) -> str:
+    """Escape characters that could change what a terminal shows, but not the ends of lines."""
+    return "".join(
+        each if each == "\n" or each.isprintable() else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
+def shown(text: str) -> str:
+    """Return text as rich shows it: nothing in it is markup or controls the terminal."""
+    return escape(printable(text))
 
 
 @contextmanager
@@ -47,6 +83,9 @@ def clear_errors() -> Iterator[None]:
     """Turn expected errors into a message and an exit code instead of a traceback."""
     try:
         yield
+    except BrokenPipeError as error:
+        console.on_broken_pipe()
+        raise typer.Exit(OUTPUT_CLOSED) from error
     except EXPECTED_ERRORS as error:
         fail(str(error), _code(type(error)), Launch.from_environment().rank)
     except RanksFailedError as failure:
@@ -69,7 +108,9 @@ def _code(error: type[Exception]) -> int:
 
 def say(message: str, style: str | None = None, on: Console = console) -> None:
     """Print plain text without line breaks, so that paths can be copied."""
-    on.print(message, style=style, markup=False, emoji=False, soft_wrap=True, highlight=False)
+    on.print(
+        printable(message), style=style, markup=False, emoji=False, soft_wrap=True, highlight=False
+    )
 
 
 def fail(message: str, code: int, rank: int = 0) -> None:
@@ -81,7 +122,11 @@ def fail(message: str, code: int, rank: int = 0) -> None:
 def print_error(message: str, rank: int = 0) -> None:
     """Print an error message, with the rank unless it is 0."""
     place = f"rank {rank}: " if rank else ""
-    errors.print(f"[red]Error:[/red] {place}{escape(message)}", soft_wrap=True, highlight=False)
+    errors.print(f"[red]Error:[/red] {place}{shown(message)}", soft_wrap=True, highlight=False)
+
+
+def print_warning(message: str) -> None:
+    errors.print(f"[yellow]Warning:[/yellow] {shown(message)}", soft_wrap=True, highlight=False)
 
 
 def print_usage_error(error: Any) -> None:
@@ -112,7 +157,9 @@ def writing(page: Path) -> Iterator[None]:
 
 @contextmanager
 def interruptions(*, patient: bool = False) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C or SIGTERM has requested the end.
+    """Yield a function that returns whether the end was requested.
+
+    Ctrl-C and SIGTERM request it, and so does a reader of the output that has gone.
 
     Args:
         patient: ignore further signals, instead of ending at once at the second Ctrl-C. torchrun
@@ -134,7 +181,7 @@ def interruptions(*, patient: bool = False) -> Iterator[Callable[[], bool]]:
 
     before = {each: signal.signal(each, request) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: requested
+        yield lambda: requested or console.is_closed
     finally:
         if not (patient and requested):  # further signals may arrive while the ranks end
             for number, handler in before.items():
@@ -168,7 +215,7 @@ class RunDisplay:
 
     def __init__(self, progress: Progress, label: str, config: RunConfig, prefix: str = "") -> None:
         self._progress, self._config, self._prefix = progress, config, prefix
-        self._label = escape(label)
+        self._label = shown(label)
         self._task: TaskID | None = None
         self._estimate: TaskID | None = None
         self._test_error = ""  # of the last evaluation after an update
@@ -244,13 +291,26 @@ def as_table(
     if compact:
         table.pad_edge, table.collapse_padding = False, True
     for index, name in enumerate(header):
-        table.add_column(escape(name), justify="left" if index == 0 else justify)
+        table.add_column(shown(name), justify="left" if index == 0 else justify)
     for row in body:
-        table.add_row(*map(escape, row))
+        table.add_row(*map(shown, row))
     return table
 
 
 # Paths
+
+
+def require_page(out: Path) -> None:
+    """Fail if a page cannot have this name, or would replace a file of a run."""
+    if out.is_dir():
+        raise typer.BadParameter(f"{out} is a folder; name a file", param_hint="--out")
+    own = [name for name in OWN_FILES if (out.parent / name).exists()]
+    if own and out.suffix.lower() not in (".html", ".htm"):
+        raise typer.BadParameter(
+            f"{out} is in a folder with {own[0]}, as runs have it, and could replace a file of a "
+            "run; name the page .html",
+            param_hint="--out",
+        )
 
 
 def numbered(wanted: Path) -> Iterator[Path]:

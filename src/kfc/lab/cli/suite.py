@@ -12,15 +12,15 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.markup import escape
 from rich.progress import Progress, TaskID
 
 from kfc.lab.cli import screen
 from kfc.lab.cli.options import Create, DataDir
 from kfc.lab.data.loading import create_data_folder
+from kfc.lab.disk import locked, write_json
+from kfc.lab.environment import environment
 from kfc.lab.options import ConfigError, not_one_of
 from kfc.lab.report.suite import failures, notes, score_rows, time_rows, write_suite_page
-from kfc.lab.runs import environment, locked, write_json
 from kfc.lab.suite.benchmark import Benchmark, Round, load_problem
 from kfc.lab.suite.methods import METHODS
 from kfc.lab.suite.results import Results
@@ -196,7 +196,9 @@ class Display:
         entry, outcome = record.entry, record.outcome
         label = f"{entry.method} {entry.trial}" if entry.ruleset != UNTUNED else entry.method
         if entry.name not in self._tasks:
-            self._tasks[entry.name] = self._progress.add_task(escape(label), total=1.0, state="")
+            self._tasks[entry.name] = self._progress.add_task(
+                screen.shown(label), total=1.0, state=""
+            )
         value = outcome.curve[-1][2] if outcome.curve else math.nan
         state = f"{current.workload.metric.replace('_', ' ')} {value:.3g} {outcome.end}"
         done = 1.0 if outcome.end else outcome.seconds / current.workload.seconds

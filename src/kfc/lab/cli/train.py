@@ -15,7 +15,7 @@ import typer
 
 from kfc.distributed.ranks import Ranks
 from kfc.lab.cli import screen
-from kfc.lab.cli.options import Create, DataDir, parameter, parser, with_options
+from kfc.lab.cli.options import Create, DataDir, TrustNet, parameter, parser, with_options
 from kfc.lab.components import require_network
 from kfc.lab.config import (
     LIMITS,
@@ -29,10 +29,12 @@ from kfc.lab.config import (
 )
 from kfc.lab.data import load
 from kfc.lab.data.loading import create_data_folder
+from kfc.lab.disk import RunError
+from kfc.lab.networks import require_trusted
 from kfc.lab.optimizers import all_optimizer_options
-from kfc.lab.options import duration
+from kfc.lab.options import ConfigError, duration
 from kfc.lab.processes.ranks import Launch, failing_together, joined
-from kfc.lab.runs import Record, RemoteFolder, RunError, RunFolder, is_of_job, read_record
+from kfc.lab.runs import RemoteFolder, RunFolder, is_of_job, read_end
 from kfc.lab.training import Trainer
 
 DEFAULT_TIMEOUT = 300.0
@@ -60,6 +62,11 @@ RESUME = typer.Option(
     help="Continue the run in this folder; only its length may be changed.",
     rich_help_panel=RECORDS,
 )
+RESTART = typer.Option(
+    "--restart",
+    help="With --resume: begin the run again, and discard its metrics and checkpoints.",
+    rich_help_panel=RECORDS,
+)
 
 
 @with_options(train_parameters())
@@ -69,12 +76,15 @@ def train(
     timeout: Annotated[float | None, TIMEOUT] = None,
     out: Annotated[Path | None, OUT] = None,
     resume: Annotated[Path | None, RESUME] = None,
+    restart: Annotated[bool, RESTART] = False,
+    trust_net: TrustNet = False,
     **values: Any,
 ) -> None:
     """Train one network with one optimizer, and record the run in a folder.
 
     Ctrl-C saves a checkpoint and ends the run. --resume continues from the
     last checkpoint, also after a crash, as if the run had not been interrupted.
+    If the run has a network of your own, name it again with --net.
 
     torchrun trains in several processes, each with its part of every batch:
     on the CPU, or with --device cuda on one GPU each. With --max-restarts,
@@ -89,12 +99,12 @@ def train(
 
       kfc train --data cifar10 --net mynets:small --lr 0.003 --damping 0.01 --out runs/mine
 
-      kfc train --resume runs/mine --epochs 20
+      kfc train --resume runs/mine --net mynets:small --epochs 20
 
       torchrun --nproc-per-node=2 --max-restarts=3 -m kfc train --data cifar10 --time 1h
     """
     given = {name: value for name, value in values.items() if value is not None}
-    _require_settings_kept(given, out, resume)
+    _require_settings_kept(given, out, resume, restart=restart)
     launch = Launch.from_environment()
     with screen.clear_errors():
         if create:
@@ -103,7 +113,7 @@ def train(
             with failing_together(ranks):
                 own = None
                 if ranks.rank == 0 and resume is not None:
-                    own = _plan_to_continue(resume, _length(given), launch)
+                    own = _plan_to_continue(resume, given, launch, restart=restart, trust=trust_net)
                 elif ranks.rank == 0:
                     own = _plan_to_start(make_config(**given), out, launch)
                 if own is not None:
@@ -113,9 +123,14 @@ def train(
         raise typer.Exit(code)
 
 
-def _require_settings_kept(given: dict[str, Any], out: Path | None, resume: Path | None) -> None:
+def _require_settings_kept(
+    given: dict[str, Any], out: Path | None, resume: Path | None, *, restart: bool
+) -> None:
     """Raise an error if a setting is given for a run that is resumed."""
-    fixed = [name for name in [*given, *(["out"] if out else [])] if name not in LIMITS]
+    if restart and resume is None:
+        raise typer.BadParameter("must be given with --resume", param_hint="--restart")
+    allowed = (*LIMITS, "net")
+    fixed = [name for name in [*given, *(["out"] if out else [])] if name not in allowed]
     if resume is not None and fixed:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in fixed)
         raise typer.BadParameter(
@@ -132,12 +147,14 @@ class Plan:
     Attributes:
         folder: the folder of a run to continue; ``None`` for a new run.
         restarted: whether the launcher has started the same command before.
+        from_beginning: whether to discard what the run to continue has done.
     """
 
     path: Path
     config: RunConfig
     folder: RunFolder | RemoteFolder | None
     restarted: bool = False
+    from_beginning: bool = False
 
 
 def _plan_to_start(config: RunConfig, out: Path | None, launch: Launch) -> Plan:
@@ -148,8 +165,8 @@ def _plan_to_start(config: RunConfig, out: Path | None, launch: Launch) -> Plan:
     )
     for path in [out] if out else takewhile(Path.exists, screen.numbered(default)):
         # Each machine counts restarts for itself; but another job may have the same name later.
-        if is_of_job(path, config, launch.job) and (launch.restarted or not read_record(path).end):
-            _refuse_diverged(read_record(path), launch)
+        if is_of_job(path, config, launch.job) and (launch.restarted or not read_end(path)):
+            _refuse_diverged(path, launch)
             return Plan(path, config, RunFolder(path), restarted=True)
     return Plan(out or screen.free_path(default), config, None)
 
@@ -158,17 +175,24 @@ def _length(given: dict[str, Any]) -> Length:
     return Length(*(given.get(name) for name in LIMITS))
 
 
-def _plan_to_continue(path: Path, length: Length, launch: Launch) -> Plan:
-    folder = RunFolder(path)
-    config = folder.config.with_length(length)
-    record = read_record(path)
-    _refuse_diverged(record, launch)
-    rows = record.evaluations
-    if not launch.restarted and rows and config.length.fraction_done(last := rows[-1]) > 1:
+def _plan_to_continue(
+    path: Path, given: dict[str, Any], launch: Launch, *, restart: bool, trust: bool
+) -> Plan:
+    """Plan to continue a run, or to begin it again; nothing in its folder changes yet."""
+    folder = RunFolder(path, _length(given))
+    net, named = folder.config.problem.net, given.get("net")
+    if named not in (None, net):
+        raise ConfigError(f"net: a resumed run keeps its network, {net}; got {named}")
+    require_trusted(net, path, [named] if named else [], trust=trust)
+    _refuse_diverged(path, launch)
+    restart = restart and not launch.restarted  # the launcher repeats the whole command
+    state = None if restart else folder.newest()
+    last = state["last_evaluation"] if state else {}
+    is_new_limit = not launch.restarted and bool(given.keys() & set(LIMITS))
+    if is_new_limit and last and folder.config.length.fraction_done(last) > 1:
         position = f"epoch {last['epoch']:.4g}, update {last['update']}, {last['seconds']:.1f} s"
         raise RunError(f"{path} has already passed the new limit: it is at {position}")
-    folder.set_config(config)
-    return Plan(path, config, folder, restarted=launch.restarted)
+    return Plan(path, folder.config, folder, launch.restarted, from_beginning=restart)
 
 
 def _shared(plan: Plan | None, ranks: Ranks) -> Plan:
@@ -176,19 +200,25 @@ def _shared(plan: Plan | None, ranks: Ranks) -> Plan:
     content: dict[str, Any] = {}
     if plan is not None:
         digest = plan.folder.data_digest if plan.folder else None
-        content = {"path": str(plan.path), "config": plan.config.to_dict(), "digest": digest}
+        content = {
+            "path": str(plan.path),
+            "config": plan.config.to_dict(),
+            "digest": digest,
+            "from_beginning": plan.from_beginning,
+        }
     content = ranks.share(content)
     if plan is not None:
         return plan
     path, config = Path(content["path"]), config_from_dict(content["config"])
     folder = RemoteFolder(path, config, content["digest"]) if content["digest"] else None
-    return Plan(path, config, folder)
+    return Plan(path, config, folder, from_beginning=content["from_beginning"])
 
 
-def _refuse_diverged(record: Record, launch: Launch) -> None:
+def _refuse_diverged(path: Path, launch: Launch) -> None:
     """Raise ``RunError`` if torchrun has restarted a run that would diverge again."""
-    if launch.restarted and record.end is not None and record.end["reason"] == "diverged":
-        raise RunError(f"{record.path} has diverged and is not continued: {record.end['message']}")
+    end = read_end(path) if launch.restarted else None
+    if end is not None and end["reason"] == "diverged":
+        raise RunError(f"{path} has diverged and is not continued: {end['message']}")
 
 
 def _run(plan: Plan, data_dir: Path | None, launch: Launch, ranks: Ranks) -> Trainer:
@@ -214,7 +244,11 @@ def _run(plan: Plan, data_dir: Path | None, launch: Launch, ranks: Ranks) -> Tra
                 *(plan.path, plan.config, dataset), name=plan.path.name, on_row=show, ranks=ranks
             )
         else:
-            trainer = Trainer.resume(plan.folder, dataset, on_row=show, ranks=ranks)
+            trainer = Trainer.resume(
+                plan.folder, dataset, restart=plan.from_beginning, on_row=show, ranks=ranks
+            )
+            if isinstance(plan.folder, RunFolder) and plan.folder.note:
+                screen.print_warning(plan.folder.note)
             if plan.restarted and not silent:
                 screen.say(f"Restarted: {plan.path} continues from update {trainer.update}")
         try:
@@ -229,9 +263,11 @@ def _print_end(trainer: Trainer, launch: Launch) -> int:
     """Print on rank 0 how the run ended; return the exit code."""
     path = trainer.folder.path
     if trainer.end is None:
-        command = f"{launch.command()} train --resume {quote(str(path))}"
+        net = trainer.folder.config.problem.net
+        again = f" --net {quote(net)}" if ":" in net else ""
+        command = f"{launch.command()} train --resume {quote(str(path))}{again}"
         message = f"Interrupted at update {trainer.update}. To continue: {command}"
-        code = screen.INTERRUPTED
+        code = screen.OUTPUT_CLOSED if screen.console.is_closed else screen.INTERRUPTED
     elif trainer.end["reason"] == "diverged":
         message = f"diverged: {trainer.end['message']}. The run is in {path}"
         code = screen.DIVERGED

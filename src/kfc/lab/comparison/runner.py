@@ -11,13 +11,18 @@ from kfc.lab.comparison.settings import Comparison
 from kfc.lab.components import RunComponents
 from kfc.lab.config import ConfigError, RunConfig
 from kfc.lab.data import Dataset
+from kfc.lab.disk import RunError
 from kfc.lab.options import config_errors
-from kfc.lab.runs import Record, RunFolder, read_record
+from kfc.lab.runs import Record, RunFolder, read_end, read_record
 from kfc.lab.training import LIMIT_REASONS, Row, Trainer
 
 
 class ComparedRun:
-    """One run of a comparison: a method with one learning rate, in a folder of its own."""
+    """One run of a comparison: a method with one learning rate, in a folder of its own.
+
+    Attributes:
+        note: why the run is not continued from its newest checkpoint; empty if it is.
+    """
 
     def __init__(self, method: str, config: RunConfig, folder: Path) -> None:
         plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in method.lower())
@@ -26,6 +31,7 @@ class ComparedRun:
         self.config = config
         self.path = folder / (plain if rate is None else f"{plain}-lr{rate:g}")
         self.label = method if rate is None else f"{method} (lr {rate:g})"
+        self.note = ""
 
     def record(self) -> Record:
         return read_record(self.path)
@@ -34,15 +40,19 @@ class ComparedRun:
         """Start or resume the run, unless it has ended and its limits are the same."""
         if not self.path.exists():
             return Trainer.start(self.path, self.config, data, name=self.method, on_row=on_row)
-        end = self.record().end
+        end = read_end(self.path)
         if end and (
             end["reason"] not in LIMIT_REASONS or self.config.length.fraction_done(end) >= 1
         ):
             return None
-        folder = RunFolder(self.path)
-        if folder.config != (config := folder.config.with_length(self.config.length)):
-            folder.set_config(config)
-        return Trainer.resume(folder, data, on_row=on_row)
+        folder = RunFolder(self.path, self.config.length)
+        mine, theirs = self.config, folder.config
+        if (mine.problem, mine.method) != (theirs.problem, theirs.method):
+            folder.close()
+            raise RunError(f"{self.path} is not the run of this comparison: its settings differ")
+        trainer = Trainer.resume(folder, data, on_row=on_row)
+        self.note = folder.note
+        return trainer
 
     def training_loss(self) -> float:
         """Return the training loss of the last evaluation; ∞ if the run diverged."""
@@ -83,14 +93,20 @@ class ComparisonRunner:
             with config_errors(f"method {run.method}: "):
                 RunComponents(run.config, self._data)
 
-    def run(self) -> bool:
-        """Run all methods, unless interrupted; return whether all are complete."""
+    def run(self, on_started: Callable[[], None] = lambda: None) -> bool:
+        """Run all methods, unless interrupted; return whether all are complete.
+
+        Args:
+            on_started: called when all runs have been started or restored.
+        """
         try:
             for run in self.runs:
                 if self._interrupted():
                     break
                 if trainer := run.start(self._data, partial(self._on_row, run)):
                     self._trainers[run] = trainer
+            if not self._interrupted():
+                on_started()
             self._choose_learning_rates()
             self._take_turns(until=self._has_reached_goals)
             for run, trainer in list(self._trainers.items()):

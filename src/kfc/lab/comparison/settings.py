@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -13,9 +12,16 @@ from typing import Any
 
 from kfc._helpers import require_number
 from kfc.lab.config import LIMITS, ConfigError, RunConfig, make_config
+from kfc.lab.disk import (
+    RunError,
+    clear_disk_errors,
+    create_folder,
+    read_json,
+    require_digest,
+    write_checked,
+)
 from kfc.lab.optimizers import is_installed
 from kfc.lab.options import check_options, config_errors, not_one_of, option
-from kfc.lab.runs import RunError, clear_disk_errors, create_folder, write_json
 
 SPECIFICATION = "comparison.json"
 PRESETS = files("kfc.lab") / "presets"
@@ -115,6 +121,13 @@ def read_comparison(name: str, *, quick: bool, overrides: Mapping[str, Any]) -> 
         overrides: options that replace those of the file; ``None`` keeps the file's.
     """
     try:
+        return _read_toml(name, quick=quick, overrides=overrides)
+    except RecursionError as error:
+        raise ConfigError(f"{name} is nested too deeply to be a comparison") from error
+
+
+def _read_toml(name: str, *, quick: bool, overrides: Mapping[str, Any]) -> Comparison:
+    try:
         content = tomllib.loads(_text_of(name))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name} is not valid TOML: {error}") from error
@@ -185,11 +198,15 @@ def write_specification(folder: Path, comparison: Comparison) -> None:
 def replace_specification(folder: Path, comparison: Comparison) -> None:
     """Replace the definition in the folder of a comparison."""
     with clear_disk_errors(folder):
-        write_json(folder / SPECIFICATION, asdict(comparison))
+        write_checked(folder / SPECIFICATION, asdict(comparison))
 
 
 def read_specification(folder: Path) -> Comparison:
+    file = folder / SPECIFICATION
+    if not file.is_file():
+        raise RunError(f"{folder} is not the folder of a comparison: it has no {SPECIFICATION}")
+    content = require_digest(file, read_json(file))
     try:
-        return make_comparison(json.loads((folder / SPECIFICATION).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, AttributeError, ConfigError) as error:
-        raise RunError(f"{folder} is not the folder of a comparison: {error}") from error
+        return make_comparison(content)
+    except Exception as error:  # values of any type may have been written by hand
+        raise RunError(f"{file} is damaged, or from another version: {error}") from error

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from kfc.lab.components import NetworkComponents, Task
 from kfc.lab.config import ConfigError, RunConfig
 from kfc.lab.data import Dataset
-from kfc.lab.runs import Record, RunError, matching_checkpoint, read_checkpoint, require_data
+from kfc.lab.disk import RunError
+from kfc.lab.runs import Record, matching_checkpoint, read_checkpoint, require_data
 
 PARAMETERS = ("averaged", "raw")
 
@@ -75,9 +76,10 @@ def inspected_network(
 def _restore(model: nn.Module, record: Record, data: Dataset, parameters: str) -> dict[str, Any]:
     """Set the parameters to those of a run; return its progress, and their losses and errors."""
     require_data(data, record.data_digest, f"{record.path} was trained on")
-    state = read_checkpoint(record.path)
-    if state is None:
+    found = read_checkpoint(record.path)
+    if found is None:
         raise RunError(f"{record.path} has no checkpoint yet: there is nothing to inspect")
+    state = found.state
     examples = record.config.problem.train_examples or len(data.train.labels)
     prefix = "averaged_" if parameters == "averaged" else ""
     measures = ("train_loss", "train_error", "test_loss", "test_error")
@@ -86,6 +88,7 @@ def _restore(model: nn.Module, record: Record, data: Dataset, parameters: str) -
         if parameters == "averaged":
             model.load_state_dict(state["averages"], strict=False)
         return {
+            **({"note": found.note} if found.note else {}),
             "update": state["update"],
             "epoch": state["update"] / (examples // record.config.problem.batch_size),
             "seconds": state["seconds"],

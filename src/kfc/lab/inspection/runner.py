@@ -23,9 +23,9 @@ from kfc.analysis.krylov import UnsolvableError
 from kfc.analysis.recording import MAX_COLUMNS
 from kfc.fisher.likelihoods import resolve_likelihood
 from kfc.lab.config import ConfigError
+from kfc.lab.environment import environment
 from kfc.lab.inspection.networks import InspectedNetwork
 from kfc.lab.inspection.results import Inspection, InspectionSettings, LayerInspection
-from kfc.lab.runs import environment
 from kfc.layers import MatrixLayer
 
 # Called with the layer, the next step, and the fraction of the inspection that is done.

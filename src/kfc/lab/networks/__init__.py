@@ -6,19 +6,24 @@ import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from shlex import quote
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from kfc.lab.networks import architectures
 from kfc.lab.networks.architectures import ResNet20, autoencoder, cuda_convnet, initialise
 from kfc.lab.options import not_one_of
 
-__all__ = ["NETWORKS", "Network", "NetworkError", "build", "require_known"]
+__all__ = ["NETWORKS", "Network", "NetworkError", "build", "require_known", "require_trusted"]
 OWN = "or module:function for your own"
 
 
@@ -79,6 +84,41 @@ def require_known(name: str) -> None:
     """Raise ``NetworkError`` unless the name is one of ``NETWORKS`` or "module:function"."""
     if name not in NETWORKS and ":" not in name:
         raise NetworkError(not_one_of("net", name, NETWORKS, OWN))
+
+
+def require_trusted(name: str, folder: Path, named: Collection[str], *, trust: bool) -> None:
+    """Raise ``NetworkError`` if only a folder, and not the user, asks to import a network.
+
+    Importing runs code, and the folder may come from anywhere.
+
+    Args:
+        name: the network of the run in the folder.
+        named: the networks that the user has named in the command.
+        trust: whether the user has said to trust the folder.
+    """
+    if ":" not in name or trust:
+        return
+    if name not in named:
+        raise NetworkError(
+            f"{folder} asks for the network {name}, and importing it runs code. If it is your "
+            f"own, name it again: --net {quote(name)}. With --trust-net, whatever the folder "
+            "names is imported"
+        )
+    for source in _sources_of(name):
+        if source.resolve().is_relative_to(folder.resolve()):
+            raise NetworkError(
+                f"{name} would be imported from {source}, which is in the folder of the run; run "
+                "the command where your own module is, or trust the folder with --trust-net"
+            )
+
+
+def _sources_of(name: str) -> list[Path]:
+    """Return the files and folders from which a network's module would be imported, if known."""
+    with _current_directory_importable(), suppress(ImportError, ValueError):
+        spec = find_spec(name.partition(":")[0].partition(".")[0])
+        places = [spec.origin, *(spec.submodule_search_locations or [])] if spec else []
+        return [Path(place) for place in places if place is not None]
+    return []
 
 
 def build(
@@ -143,6 +183,12 @@ def _build_own(name: str, init: str | None) -> nn.Module:
             f"{name} returned {type(model).__name__}, not a torch.nn.Module; let it return the "
             "network"
         )
+    for part, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise NetworkError(
+                f"{name} returned a network whose {part} is lazy and has no shape yet; let it run "
+                "the network on one batch before it returns it"
+            )
     return model
 
 

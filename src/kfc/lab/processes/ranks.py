@@ -25,8 +25,8 @@ from torch.distributed.rendezvous import rendezvous
 from kfc.distributed.ranks import CollectiveError, Ranks
 from kfc.lab.config import ConfigError
 from kfc.lab.data import DataError
+from kfc.lab.disk import RunError
 from kfc.lab.networks import NetworkError
-from kfc.lab.runs import RunError
 
 POLL_SECONDS = 0.02
 # Errors that a user, a disk or another program can cause.

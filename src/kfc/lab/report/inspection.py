@@ -72,7 +72,8 @@ def quality_rows(comparison: LayerComparison) -> list[Row]:
 
 def notes_of(inspection: Inspection) -> list[str]:
     """Return notes about what was left out, and why."""
-    notes = []
+    note = (inspection.training or {}).get("note")
+    notes = [note] if note else []
     for layer in inspection.layers:
         notes += [f"{layer.name}: {note}" for note in layer.notes]
         if {layer.examples, layer.compared_examples} - {0, inspection.settings.examples}:

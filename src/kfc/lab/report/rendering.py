@@ -14,10 +14,10 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from kfc.lab.disk import write_atomically
 from kfc.lab.inspection.results import plain_values
 from kfc.lab.report.figures import area_style, line_style
 from kfc.lab.report.tables import MISSING
-from kfc.lab.runs import write_atomically
 
 LOADER = PackageLoader("kfc.lab.report")
 # Plotly's bundle for plots with two axes, a third of the one that the package plotly contains.
@@ -58,7 +58,8 @@ def write_html(path: Path, template: str, *, sections: Mapping[str, Any], **valu
         script_digests=[_digest(plotly), _digest(script)],
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, content.encode())
+    # Names of folders may contain bytes that are not UTF-8, which Python reads as surrogates.
+    write_atomically(path, content.encode(errors="backslashreplace"))
 
 
 @cache

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfc.lab.data import load
-from kfc.lab.runs import RunError
+from kfc.lab.disk import RunError
 from kfc.lab.suite.halving import stage, winner
 from kfc.lab.suite.methods import METHODS
 from kfc.lab.suite.problems import Problem, make_problem

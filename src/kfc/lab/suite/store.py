@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import io
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from kfc.lab.runs import RunError, clear_disk_errors, create_folder, write_atomically, write_json
+from kfc.lab.checkpoints import read_sealed, sealed
+from kfc.lab.disk import (
+    RunError,
+    clear_disk_errors,
+    create_folder,
+    read_json,
+    require_digest,
+    write_atomically,
+    write_checked,
+)
 from kfc.lab.suite.search import Setting
 from kfc.lab.suite.trial import Outcome, Trial
 
@@ -88,22 +93,21 @@ class Store:
 
     def replace_settings(self, settings: BenchmarkSettings) -> None:
         with clear_disk_errors(self.folder):
-            write_json(self.folder / SETTINGS, asdict(settings))
+            write_checked(self.folder / SETTINGS, asdict(settings))
         self.settings = settings
 
     @property
     def spent(self) -> float:
         """Seconds of wall-clock time over all sessions."""
         try:
-            return float(json.loads((self.folder / SPENT).read_text())["seconds"])
-        except FileNotFoundError:
-            return 0.0
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            file = self.folder / SPENT
+            return float(require_digest(file, read_json(file))["seconds"]) if file.exists() else 0.0
+        except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{self.folder / SPENT} is damaged: {error}") from error
 
     def set_spent(self, seconds: float) -> None:
         with clear_disk_errors(self.folder):
-            write_json(self.folder / SPENT, {"seconds": seconds})
+            write_checked(self.folder / SPENT, {"seconds": seconds})
 
     # Runs
 
@@ -113,8 +117,8 @@ class Store:
         if not path.exists():
             return None
         try:
-            return _outcome(json.loads(path.read_text())["outcome"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return _outcome(require_digest(path, read_json(path))["outcome"])
+        except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{path} is damaged: {error}") from error
 
     def save(self, entry: Entry, trial: Trial) -> None:
@@ -123,12 +127,10 @@ class Store:
             state = self._path(entry, "pt")
             state.parent.mkdir(exist_ok=True)
             if not trial.outcome.end:
-                buffer = io.BytesIO()
-                torch.save(trial.state_dict(), buffer)
-                write_atomically(state, buffer.getbuffer())
+                write_atomically(state, sealed(trial.state_dict()))
                 return
             record = asdict(Record(entry, trial.outcome))
-            write_json(self._path(entry, "json"), finite(record))
+            write_checked(self._path(entry, "json"), finite(record))
             state.unlink(missing_ok=True)
 
     def restore(self, entry: Entry, trial: Trial) -> None:
@@ -136,10 +138,11 @@ class Store:
         path = self._path(entry, "pt")
         if not path.exists():
             return
+        state = read_sealed(path)
         try:
-            trial.load_state_dict(torch.load(path, weights_only=True))
+            trial.load_state_dict(state)
         except Exception as error:
-            raise RunError(f"{path} is damaged, or of another version: {error}") from error
+            raise RunError(f"{path} is of another version: {error}") from error
 
     def _path(self, entry: Entry, kind: str) -> Path:
         return self.folder / RUNS / f"{entry.name}.{kind}"
@@ -165,11 +168,11 @@ def _outcome(values: dict[str, Any]) -> Outcome:
 
 def _read_settings(folder: Path) -> BenchmarkSettings:
     try:
-        values = json.loads((folder / SETTINGS).read_text())
+        values = require_digest(folder / SETTINGS, read_json(folder / SETTINGS))
         if set(values) != {each.name for each in fields(BenchmarkSettings)}:
             raise ValueError("its settings are not those of this version of kfc")
         for name in ("workloads", "methods", "rulesets"):
             values[name] = tuple(values[name])
         return BenchmarkSettings(**values)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (RunError, ValueError, TypeError) as error:
         raise RunError(f"{folder} is not the folder of a suite: {error}") from error

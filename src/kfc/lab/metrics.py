@@ -1,0 +1,97 @@
+"""Rows of ``metrics.jsonl``, each with a checksum that continues that of the row before it.
+
+The checksum of a row is the CRC-32 of the run's id and of all rows up to this one. A row that was
+changed, lost, added or taken from another run is thus noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kfc.lab.disk import RunError
+
+KINDS = ("estimate", "evaluation", "progress", "end")
+Row = dict[str, Any]
+# The end of every line: its checksum, as the last entry of the object.
+_TAIL = re.compile(rb', "check": "([0-9a-f]{8})"\}')
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place between two rows: the bytes before it, and their checksum."""
+
+    size: int
+    check: int
+
+    @classmethod
+    def at_start(cls, run: str) -> Position:
+        """Return the place before the first row of the run with this id."""
+        return cls(0, zlib.crc32(run.encode()))
+
+
+def encode(row: Mapping[str, Any], after: Position) -> tuple[bytes, Position]:
+    """Return the line of a row, and the place after it; numbers that are not finite become null."""
+    finite = json.loads(json.dumps(row), parse_constant=lambda _: None)
+    text = json.dumps(finite).encode()
+    check = zlib.crc32(text, after.check)
+    line = text[:-1] + f', "check": "{check:08x}"}}\n'.encode()
+    return line, Position(after.size + len(line), check)
+
+
+def read_rows(file: Path, run: str, end: Position | None = None) -> list[Row]:
+    """Return the rows up to a place, by default all.
+
+    Without ``end``, the last line may be incomplete, as a run that was killed leaves it.
+
+    Raises:
+        RunError: the file cannot be read, or a row is damaged or not of this run.
+    """
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        content = b""
+    except OSError as error:
+        raise RunError(f"{file} cannot be read: {error.strerror}") from error
+    if end is not None and len(content) < end.size:
+        raise RunError(f"{file} is shorter than when the checkpoint was saved")
+    rows, position = [], Position.at_start(run)
+    for number, line in enumerate(_lines(content, end), start=1):
+        try:
+            row, position = _decode(line, position)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise RunError(f"{file}, line {number} is damaged: {error}") from error
+        rows.append(row)
+    if end is not None and position != end:
+        raise RunError(f"{file} does not have the rows that it had when the checkpoint was saved")
+    return rows
+
+
+def _lines(content: bytes, end: Position | None) -> Iterator[bytes]:
+    """Yield the lines without their ends; not an incomplete one at the end of the file."""
+    *lines, rest = content[: None if end is None else end.size].split(b"\n")
+    yield from lines
+    # A line whose end was changed is complete; it has something after its checksum.
+    if rest and (end is not None or any(found.end() < len(rest) for found in _TAIL.finditer(rest))):
+        yield rest
+
+
+def _decode(line: bytes, after: Position) -> tuple[Row, Position]:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError("it is not a JSON object")
+    if row["kind"] not in KINDS:
+        raise ValueError(f"unknown kind {row['kind']!r}")
+    if not isinstance(row["update"], int) or row["update"] < 0:
+        raise ValueError(f"update must be a number of updates, got {row['update']!r}")
+    check = row.pop("check", None)
+    tail = _TAIL.fullmatch(line, len(line) - len(', "check": "00000000"}'))
+    expected = zlib.crc32(line[: tail.start()] + b"}", after.check) if tail else None
+    if expected is None or check != f"{expected:08x}":
+        raise ValueError("its checksum is wrong: it was changed, or is not the run's next row")
+    return row, Position(after.size + len(line) + 1, expected)
