@@ -205,7 +205,7 @@ def test_state_dicts_of_other_versions_are_refused(method, version):
     else:
         state["version"] = version
         message = f"the state dict has version {version}"
-    with pytest.raises(ValueError, match=f"{message}.*loads version 11 only"):
+    with pytest.raises(ValueError, match=f"{message}.*loads version 12 only"):
         method(net()).load_state_dict(state)
 
 

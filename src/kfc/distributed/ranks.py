@@ -6,6 +6,7 @@ sends nothing.
 
 from __future__ import annotations
 
+import gc
 import io
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -147,6 +148,16 @@ class Ranks:
         flat = self.sum([number for row in rows for number in row], about)
         return [flat[i : i + len(numbers)] for i in range(0, len(flat), len(numbers))]
 
+    def gather_text(self, text: str, about: str = "checks") -> list[str]:
+        """Return the texts of every rank, in the order of the ranks."""
+        data = text.encode()
+        lengths = [int(length) for (length,) in self.gather([float(len(data))], about)]
+        rows = torch.zeros(self.size, max(lengths), dtype=torch.uint8)
+        rows[self.rank, : len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        [rows] = self.start_sum([rows], about).wait()
+        pairs = zip(rows.tolist(), lengths, strict=True)
+        return [bytes(row[:length]).decode() for row, length in pairs]
+
     def share(self, value: Any, about: str = "objects") -> Any:
         """Return rank 0's value: numbers, strings, tensors, and containers of them."""
         if self.size == 1:
@@ -274,3 +285,20 @@ def join_ranks(model: nn.Module, choice: Group) -> tuple[nn.Module, Ranks]:
         return model, Ranks(None)
     parameter = next(model.parameters(), None)
     return model, Ranks(group, None if parameter is None else parameter.device, wrapper)
+
+
+def leave_group(*, together: bool = True) -> None:
+    """Leave the default process group, and end its threads.
+
+    Call it when no variable refers any more to what uses the group, such as a wrapper or an
+    optimizer. These are in cycles of references, which would keep the threads of gloo alive until
+    the interpreter ends. A thread that then releases a Python object aborts the process
+    ("terminate called without an active exception").
+
+    Args:
+        together: wait for all ranks first, so that none finds its connections closed.
+    """
+    gc.collect()
+    if together:
+        dist.barrier()
+    dist.destroy_process_group()

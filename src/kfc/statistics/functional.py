@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
@@ -70,6 +71,18 @@ class FunctionalCalls(TorchFunctionMode):
                 edge = output_edge(output)
                 self._waiting = _Call(name, inputs, inputs._version, output, edge)
         return output
+
+    def abandon(self) -> bool:
+        """Stop recording an interrupted pass, and leave the mode; return whether it was possible.
+
+        If another mode was entered since, this one stays behind it, without effect.
+        """
+        self._names, self._waiting = {}, None
+        current = getattr(torch.overrides, "_get_current_function_mode", lambda: self)
+        is_last: bool = current() is self
+        if is_last:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return is_last
 
     def drop_waiting(self, layer: str) -> None:
         """Process a hook of a layer's module, whose call is not to be recorded twice."""

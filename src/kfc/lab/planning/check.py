@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kfc
 from kfc.distributed.options import PlacementKind
+from kfc.distributed.ranks import leave_group
 from kfc.lab.networks import build
 from kfc.lab.planning.machine import seconds_of
 from kfc.schedule import longest
@@ -77,6 +78,14 @@ def _train(
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
+    seconds = _seconds_of_steps(subject, ranks, placement)
+    if rank == 0:
+        Path(folder, "seconds").write_text(str(seconds))
+    leave_group()
+
+
+def _seconds_of_steps(subject: Subject, ranks: int, placement: PlacementKind) -> float:
+    """Return the mean time of a settled step on this rank and the others together."""
     model = subject.model()
     run = DistributedDataParallel(model) if ranks > 1 else model
     parallel = kfc.Parallel(placement=placement)
@@ -89,10 +98,9 @@ def _train(
     for _ in range(cycle):
         step()
     dist.barrier()
-    if rank == 0:
-        Path(folder, "seconds").write_text(str((perf_counter() - start) / cycle))
+    seconds = (perf_counter() - start) / cycle
     optimizer.close()
-    dist.destroy_process_group()
+    return seconds
 
 
 class _Step:
