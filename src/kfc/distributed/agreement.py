@@ -90,7 +90,7 @@ class Agreement:
             for difference in _differences(rank, other, found[0][0])
         ]
         raise CollectiveError(
-            f"the ranks disagree at step {own.get('step', '1')} and would train different models:"
+            f"the ranks disagree at step {found[0][0].get('step', '1')} and would train different models:"
             + "".join(f"\n  {each}" for each in listed)
         )
 

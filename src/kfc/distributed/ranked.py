@@ -212,6 +212,8 @@ class RankReducer(Reducer):
     def receive_(
         self, batch: BatchStatistics, names: Collection[str], *, due: bool, fresh: bool
     ) -> None:
+        if self._exchanges:  # which were sent in the backward pass
+            self._agree("the step after the backward pass")
         if names and not due:
             self._agree_once(f"which of {len(names)} layers have statistics for the first time")
             flags = self._ranks.largest([float(name in batch.moments) for name in names])
