@@ -135,13 +135,11 @@ def check_kinds(name: str, curvature: LayerCurvature, saved: object) -> None:
         require_tensor(f"running[{index}] of {where}", tensor)
     if not saved["roles"] and (saved["running"] or saved["inverse"]):
         raise ValueError(f"the roles of {where} must not be empty: there are statistics of it")
-    lowest = curvature.inverse_class.lowest
     for key, tensor in saved["inverse"].items():
-        low = lowest.get(key, -math.inf)
         # Flags and numbers may be of integers.
         is_small = isinstance(tensor, Tensor) and tensor.dim() < 2
         dtypes = FLOATS + INTEGERS if is_small else FLOATS
-        require_tensor(f"inverse[{key!r}] of {where}", tensor, low=low, dtypes=dtypes)
+        require_tensor(f"inverse[{key!r}] of {where}", tensor, dtypes=dtypes)
 
 
 def check_values(name: str, curvature: LayerCurvature, saved: Mapping[str, Any]) -> None:
@@ -149,6 +147,9 @@ def check_values(name: str, curvature: LayerCurvature, saved: Mapping[str, Any])
     where = f"layer {name!r}"
     if saved["running"]:
         require_averages(where, saved["running"], [each.shape for each in saved["running"]])
+    for key, low in curvature.inverse_class.lowest.items():
+        if key in saved["inverse"]:
+            require_tensor(f"inverse[{key!r}] of {where}", saved["inverse"][key], low=low)
     if saved["inverse"]:
         problem = curvature.inverse_class.problem(saved["inverse"])
         if problem:
