@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import io
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -176,6 +177,12 @@ class Ranks:
         torch.frombuffer(received, dtype=torch.uint8).copy_(data)
         return torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
 
+    def leave(self) -> None:
+        """Leave the default process group, after all ranks have come to their end."""
+        self.any(False)
+        self.group = self.wrapper = None
+        leave_group(together=False)
+
     # Errors
 
     def at(self, step: int) -> None:
@@ -290,15 +297,23 @@ def join_ranks(model: nn.Module, choice: Group) -> tuple[nn.Module, Ranks]:
 def leave_group(*, together: bool = True) -> None:
     """Leave the default process group, and end its threads.
 
-    Call it when no variable refers any more to what uses the group, such as a wrapper or an
-    optimizer. These are in cycles of references, which would keep the threads of gloo alive until
-    the interpreter ends. A thread that then releases a Python object aborts the process
-    ("terminate called without an active exception").
+    The threads of gloo end with the last reference to the group. If they still run when the
+    interpreter ends, one that releases a Python object then aborts the process ("terminate called
+    without an active exception"). Therefore, call this when no variable refers any more to what
+    uses the group, such as a wrapper or an optimizer.
 
     Args:
         together: wait for all ranks first, so that none finds its connections closed.
     """
-    gc.collect()
+    gc.collect()  # of wrappers and optimizers, which are in cycles of references
     if together:
         dist.barrier()
+    group = dist.group.WORLD
     dist.destroy_process_group()
+    # If torch imports this module while there is a group, as the first wrapper makes it do, the
+    # defaults of its functions refer to the group for ever.
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in list(vars(module).values()) if module is not None else ():
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(default is group for default in defaults):
+            function.__defaults__ = tuple(None if d is group else d for d in defaults)
