@@ -89,8 +89,9 @@ class Agreement:
             for rank, (other, _) in enumerate(found)
             for difference in _differences(rank, other, found[0][0])
         ]
+        step = found[0][0].get("step", "1")
         raise CollectiveError(
-            f"the ranks disagree at step {found[0][0].get('step', '1')} and would train different models:"
+            f"the ranks disagree at step {step} and would train different models:"
             + "".join(f"\n  {each}" for each in listed)
         )
 

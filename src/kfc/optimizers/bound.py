@@ -202,7 +202,7 @@ class LossBound:
         for name in ("loss_bound_factor", "decrease"):
             require_number(f"the state's {name}", state[name], low=-math.inf)
         if state["mean_excess"] is not None:
-            require_number("the state's mean_excess", state["mean_excess"], positive=True)
+            require_number("the state's mean_excess", state["mean_excess"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._factor = float(state["loss_bound_factor"])
