@@ -178,6 +178,7 @@ def mutated(state, chance):
 def names(path, kind):
     """Return words of which a message has to contain one: parts of the path of a change."""
     words = [str(key).removesuffix("s") for key in path]
+    words += [word.replace("_", " ") for word in words]
     # An entry that is too many, or in the wrong place, is named itself.
     return words + (["extra", "17", "weight", "a"] if kind in ("add", "swap") else [])
 

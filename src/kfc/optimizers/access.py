@@ -79,7 +79,7 @@ class CurvatureAccess:
         It has diverged if the last ten steps were skipped because values were not finite, or if the
         loss on each of the last ten batches was more than 1,000 times as high as on any of the
         first ten. The loss counts from the least that it could be, and is known if the optimizer
-        has a loss bound. Cheap enough to read after every step; it does not wait for the device.
+        has a loss bound. Cheap enough to read after every step.
         """
         return self.engine.divergence.reason()
 
