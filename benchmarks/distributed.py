@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import kfc
+from kfc.distributed.ranks import leave_group
 from kfc.schedule import longest
 
 SECTIONS = ("ranks", "asynchronous", "traffic")
@@ -69,18 +70,23 @@ def seconds_of(step: Run, steps: int, threads: int) -> float:
 # Ranks
 
 
-def run_ranks(function: Callable[..., None], options: argparse.Namespace) -> Any:
-    """Run a function on every rank; return what rank 0 passes to :func:`finish`."""
+def run_ranks(function: Callable[..., Any], options: argparse.Namespace) -> Any:
+    """Run a function on every rank; return what it returns on rank 0."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(function, (options.ranks, options, folder), options.ranks)
+        mp.spawn(run_rank, (function, options, folder), options.ranks)
         return json.loads(Path(folder, "found.json").read_text())
 
 
-def finish(found: Any, folder: str) -> None:
-    """Save the results of rank 0 and leave the process group."""
-    if dist.get_rank() == 0:
+def run_rank(
+    rank: int, function: Callable[..., Any], options: argparse.Namespace, folder: str
+) -> None:
+    """Run a function in a process group, and leave the group when nothing uses it any more."""
+    size, store = options.ranks, f"file://{folder}/store"
+    dist.init_process_group("gloo", store, rank=rank, world_size=size)
+    found = function(rank, size, options)
+    if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    leave_group()
 
 
 def optimizer_of(name: str, model: nn.Module, **options: Any) -> Any:
@@ -90,9 +96,8 @@ def optimizer_of(name: str, model: nn.Module, **options: Any) -> Any:
     return kfc.KFC(model, lr=LR, schedule=SETTLED, **options)
 
 
-def time_ranks(rank: int, size: int, options: argparse.Namespace, folder: str) -> None:
+def time_ranks(rank: int, size: int, options: argparse.Namespace) -> dict[str, list[float]]:
     """Time all ranks together, and in turn rank 0 alone while the others wait."""
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
     network = NETWORKS[options.network]
     torch.manual_seed(0)
     images, labels = network.data(options.batch, torch.device("cpu"))
@@ -114,7 +119,7 @@ def time_ranks(rank: int, size: int, options: argparse.Namespace, folder: str) -
             if turn:  # the first round warms up
                 seconds.setdefault(f"{name}, {size} processes", []).append(parallel)
                 seconds.setdefault(f"{name}, one process", []).append(single)
-    finish(seconds, folder)
+    return seconds
 
 
 def measure_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -184,9 +189,8 @@ def measure_asynchronous(options: argparse.Namespace) -> list[dict[str, Any]]:
 # Traffic
 
 
-def count_traffic(rank: int, size: int, options: argparse.Namespace, folder: str) -> None:
+def count_traffic(rank: int, size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Count the bytes per step that each placement sends."""
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
     network = NETWORKS[options.network]
     torch.set_num_threads(1)
     images, labels = network.data(8, torch.device("cpu"))
@@ -218,7 +222,7 @@ def count_traffic(rank: int, size: int, options: argparse.Namespace, folder: str
             }
         )
         optimizer.close()
-    finish(rows, folder)
+    return rows
 
 
 def measure_traffic(options: argparse.Namespace) -> list[dict[str, Any]]:

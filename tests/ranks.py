@@ -28,6 +28,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from kfc.distributed.ranks import leave_group
+
 FORKS = get_context("forkserver")
 # How long the other ranks may take to end after one has failed.
 GRACE_SECONDS = 2.0
@@ -229,7 +231,7 @@ def _run(setup: _Setup, rank: int, function: Callable[..., Any], args: tuple[Any
         _join_group(setup, rank)
         result = function(rank, *args)
         if dist.is_initialized():
-            dist.destroy_process_group()
+            leave_group(together=False)  # other ranks may have failed
     except Exception as raised:
         error = traceback.format_exc()
         _report_uncaught(raised)

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import kfc
-from kfc.statistics.collector import MAX_WAITING
+from kfc.statistics.passes import MAX_WAITING
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -10,16 +10,18 @@ import time
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import kfc
 from kfc._helpers import group_timeout
-from kfc.distributed.ranks import CollectiveError, Ranks
+from kfc.distributed.ranks import CollectiveError, Ranks, leave_group
 from ranks import run_ranks, start_ranks
 
 FAULTY_STEP = 12
@@ -216,3 +218,30 @@ def own_timeout(rank):
 
 def test_the_timeout_of_a_group_is_found():
     assert run_ranks(own_timeout, 1, group_timeout=17) == [timedelta(seconds=17)]
+
+
+# The end
+
+
+def threads_after_leaving(rank):
+    """Train with DistributedDataParallel, leave the group, and return the names of threads."""
+
+    def train():
+        model = nn.Linear(3, 2)
+        run = DistributedDataParallel(model)
+        optimizer = kfc.KFC(run, lr=0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(run(torch.randn(4, 3)), torch.tensor([0, 1, 0, 1])).backward()
+            optimizer.step()
+
+    train()
+    leave_group()
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs the threads of Linux")
+def test_no_thread_of_the_group_is_left_when_the_interpreter_ends():
+    """One that released a Python object then would abort the process."""
+    for names in run_ranks(threads_after_leaving, 2):
+        assert not [name for name in names if "gloo" in name]

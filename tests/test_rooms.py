@@ -151,6 +151,7 @@ ALLOWED = (
     "table.",  # rich
     "TEMPLATES.globals",  # jinja2
     "function._torchdynamo_disable",
+    "function.__defaults__",  # of torch
     "config.skip_nnmodule_hook_guards",  # torch._dynamo
 )
 

@@ -2,7 +2,6 @@
 
 import gc
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -105,6 +104,14 @@ def inner_product(one: Tensor, other: Tensor) -> Tensor:
     return torch.dot(one.reshape(-1), other.reshape(-1))
 
 
+def shown(value: object) -> str:
+    """Return a value as an error message shows it, in one short line."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, {value.dtype}, {value.layout}"
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
 def require_number(
     name: str, value: object, *, low: float = 0.0, below: float = math.inf, positive: bool = False
 ) -> None:
@@ -112,27 +119,27 @@ def require_number(
     if not (
         isinstance(value, (int, float))
         and not isinstance(value, bool)
-        and math.isfinite(value)
         and low <= value < below
+        and abs(value) <= sys.float_info.max
         and not (positive and value == 0)
     ):
         bounds = [] if low == -math.inf else ["above 0" if positive else f"at least {low:g}"]
         bounds += [] if below == math.inf else [f"below {below:g}"]
         limits = f", {' and '.join(bounds)}" if bounds else ""
-        raise ValueError(f"{name} must be a finite number{limits}; got {value!r}")
+        raise ValueError(f"{name} must be a finite number{limits}; got {shown(value)}")
 
 
 def require_whole(name: str, value: object, low: int | None = 1) -> None:
     """Raise an error that names the value unless it is a whole number, of at least ``low``."""
     whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or (low is not None and isinstance(value, int) and value < low):
+    if not whole or (low is not None and isinstance(value, int) and not low <= value < 2**63):
         bound = "" if low is None else f" of at least {low}"
-        raise ValueError(f"{name} must be a whole number{bound}, got {value!r}")
+        raise ValueError(f"{name} must be a whole number{bound}, got {shown(value)}")
 
 
 def require_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+    if not isinstance(value, (str, type(None))) or value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {shown(value)}")
 
 
 def raise_differences(
@@ -296,8 +303,10 @@ def after_backward(action: Callable[[], None]) -> None:
         engine.queue_callback(action)
 
 
-def will_reach(parameters: Iterable[Tensor], reached: set[Node]) -> bool:
-    """Return whether the running backward reaches any of the parameters; true if unknown.
+def will_reach(parameters: Iterable[Tensor], reached: set[Node]) -> str:
+    """Return whether the running backward adds to "gradients" of parameters, or to "nothing".
+
+    "unknown" if it is one of ``torch.autograd.grad`` for parameters, or if torch does not tell.
 
     Args:
         reached: the node of a parameter that an earlier backward reached, which is updated. It
@@ -305,10 +314,10 @@ def will_reach(parameters: Iterable[Tensor], reached: set[Node]) -> bool:
     """
     private = getattr(torch._C, "_will_engine_execute_node", None)
     if private is None:
-        return True
+        return "unknown"
     try:
         if any(map(private, reached)):
-            return True
+            return "gradients"
         reached.clear()
         for parameter in parameters:
             if parameter.requires_grad:
@@ -316,10 +325,10 @@ def will_reach(parameters: Iterable[Tensor], reached: set[Node]) -> bool:
                 if private(node):
                     if parameter.device.type == "cpu":
                         reached.add(node)
-                    return True
+                    return "gradients"
     except RuntimeError:  # torch.autograd.grad with respect to this parameter
-        return True
-    return False
+        return "unknown"
+    return "nothing"
 
 
 def view_base(tensor: Tensor) -> Tensor | None:
@@ -351,12 +360,6 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
         children = [tree_map(function, child) for child in tree]
         return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
     return function(tree)
-
-
-def called_by(package: str) -> bool:
-    """Return whether the function that calls this one was called by code of a package."""
-    module = str(sys._getframe(2).f_globals.get("__name__"))
-    return module.split(".")[0] == package
 
 
 def grad_scalers() -> list[torch.amp.GradScaler]:

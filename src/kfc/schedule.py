@@ -223,6 +223,7 @@ class Schedule:
         norm_rate: the expected number of exact Fisher norms per step.
 
     Attributes:
+        options, budget: the options; the budget, if they are one.
         periods: the periods in force.
         seconds: the time of each part when it was last done, as the host sees it.
         total_seconds: the time of each part since the start.
@@ -235,6 +236,7 @@ class Schedule:
         mean_over_ranks: Callable[[Sequence[float]], list[float]],
         norm_rate: float,
     ) -> None:
+        self.options = options
         self.budget = options if isinstance(options, Budget) else None
         self.seconds: dict[str, float] = {}
         self.total_seconds: dict[str, float] = {}
@@ -366,14 +368,22 @@ class Schedule:
         if state is None:
             return
         require_keys("budget state", state, ("overhead", "samples", "seconds"))
+        require_number("the budget state's overhead", state["overhead"], positive=True)
         seconds, samples = state["seconds"], state["samples"]
         if seconds is not None:
             if not isinstance(seconds, list) or len(seconds) != len(Seconds._fields):
                 raise ValueError(f"the budget state's seconds must be {Seconds._fields}")
             for name, value in zip(Seconds._fields, seconds, strict=True):
-                require_number(f"the budget state's {name}", value)
+                require_number(f"the budget state's {name}", value, positive=name == "plain")
         if not isinstance(samples, Mapping) or not samples.keys() <= set(Seconds._fields):
             raise ValueError(f"the budget state's samples must be of {Seconds._fields}")
+        plain = samples.get("plain")
+        most = min(MEASURED_STEPS - 1, len(plain) if isinstance(plain, list) else 0)
+        for name, values in samples.items():
+            if not isinstance(values, list) or len(values) > most:
+                raise ValueError(f"the budget state's samples of {name} must be at most {most}")
+            for value in values:
+                require_number(f"the budget state's samples of {name}", value)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore the choice made for the same budget; for another budget, measure again."""

@@ -14,6 +14,7 @@ from kfc._helpers import at_least_float32
 from kfc.curvature.factor import (
     add_to_diagonal,
     cholesky,
+    diagonal,
     eigendecompose,
     is_diagonal,
     reciprocal_or_zero,
@@ -106,6 +107,17 @@ class DampedInverse(NamedTuple):
         if self.form is Form.EXPLICIT and not is_diagonal(matrix):
             matrix = matrix.index_select(2, order)
         return DampedInverse(matrix, self.form)
+
+    def problem(self) -> str:
+        """Return why a saved matrix does not have this form; empty if it may have it."""
+        is_square = self.matrix.dim() == 3 and self.matrix.shape[-1] == self.matrix.shape[-2]
+        if self.form is Form.CHOLESKY and not (is_square and (diagonal(self.matrix) > 0).all()):
+            return "must be a Cholesky factor, square and with a positive diagonal"
+        if self.form is Form.EXPLICIT and not (is_square or is_diagonal(self.matrix)):
+            return "must be square or a diagonal"
+        if self.has_low_rank and (is_square or is_diagonal(self.matrix)):
+            return "must have fewer columns than rows"
+        return ""
 
     def columns(self) -> Tensor | None:
         """Return the matrix if it is one of low rank, to begin the next one with."""

@@ -106,7 +106,7 @@ class KroneckerCurvature(LayerCurvature):
         can_be_cheap = issubclass(self.inverse_class, FactoredInverse)
         return is_wide and can_be_cheap and self.inverse_error is not None
 
-    def limit_columns(self, columns: Columns) -> None:
+    def limit_columns(self, columns: Columns | None) -> None:
         self._columns = columns
 
     def _largest_columns(self, widths: Sequence[int]) -> Columns:

@@ -100,9 +100,16 @@ class Inverse(ABC):
     triangles: ClassVar[tuple[str, ...]] = ()
     #: Whether another damping needs no new decomposition.
     redamps_cheaply: ClassVar[bool] = True
+    #: The lowest entries that saved tensors may have.
+    lowest: ClassVar[Mapping[str, float]] = {}
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = dict(tensors)
+
+    @classmethod
+    def problem(cls, tensors: Mapping[str, Tensor]) -> str:
+        """Return why saved tensors of the right shapes are no inverse; empty if they are one."""
+        return ""
 
     @abstractmethod
     def apply(self, gradient: Tensor) -> Tensor:
@@ -230,7 +237,19 @@ class FactoredInverse(KroneckerInverse):
 
     @classmethod
     def widths_of(cls, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
-        return tuple(tensors[name].shape[-1] for name in Factors._fields if name in tensors)
+        saved = [tensors[name].shape for name in Factors._fields if name in tensors]
+        return tuple(shape[-1] if shape else 0 for shape in saved)
+
+    @classmethod
+    def problem(cls, tensors: Mapping[str, Tensor]) -> str:
+        forms = tensors["forms"].tolist()
+        for name, form in zip(Factors._fields, forms, strict=True):
+            if form not in set(Form):
+                return f"forms must be among {[int(each) for each in Form]}, got {forms}"
+            problem = DampedInverse(tensors[name], Form(form)).problem()
+            if problem:
+                return f"{name} {problem}"
+        return ""
 
     @classmethod
     def shapes(
@@ -268,6 +287,12 @@ class EigenInverse(KroneckerInverse):
 
     If the bias has a damping of its own, (Ω ⊗ Γ + δ S² ⊗ I)⁻¹ exactly.
     """
+
+    lowest: ClassVar[Mapping[str, float]] = {
+        "eigenvalues": 0.0,
+        "damping": 0.0,
+        "bias_ratio": 1e-13,
+    }
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)

@@ -7,10 +7,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kfc._helpers import require_keys
 from kfc.curvature.damping import UNKNOWN, Damping
 from kfc.curvature.factor import diagonal
 from kfc.curvature.kronecker import Factors, Inverse
+from kfc.curvature.saved import as_if_trained
 from kfc.curvature.statistics import LayerStatistics, MomentLayout
 from kfc.layers import Layer
 from kfc.moments.folding import Shape
@@ -111,8 +111,8 @@ class LayerCurvature(ABC):
         """Return whether the inverse determines the shapes of its tensors: two widths."""
         return False
 
-    def limit_columns(self, columns: Columns) -> None:  # noqa: B027 - nothing by default
-        """Limit the ranks of the inverses of factors; 0 for an exact inverse."""
+    def limit_columns(self, columns: Columns | None) -> None:  # noqa: B027 - nothing by default
+        """Limit the ranks of the inverses of factors; 0 for an exact inverse, ``None``: default."""
 
     def inverse_widths(self, columns: Columns | None = None) -> tuple[int, ...]:
         """Return what ``widths_of()`` returns for the inverse in use, or for the expected one.
@@ -294,27 +294,29 @@ class LayerCurvature(ABC):
             "damping": damping._asdict(),
         }
 
-    def shapes_differ(self, name: str, saved: Mapping[str, Any]) -> tuple[object, object] | None:
-        """Return the (saved, expected) shapes if a saved state does not fit this layer."""
-        require_keys(f"state of layer {name!r}", saved, LayerState._fields)
-        require_keys(f"damping of layer {name!r}", saved["damping"], Damping._fields)
-        if tuple(saved["roles"]) != self.trained_roles():
-            return None  # a layer frozen or unfrozen since; its statistics are not used
+    def shapes_differ(self, saved: Mapping[str, Any]) -> tuple[object, object] | None:
+        """Return the (saved, expected) shapes if a saved state does not fit this layer.
+
+        If other parameters were trained than now, the state is kept for when they are again.
+        """
+        if not saved["roles"]:
+            return None
         found = (
             [tuple(tensor.shape) for tensor in saved["running"]],
             {key: tuple(tensor.shape) for key, tensor in saved["inverse"].items()},
         )
-        expected = (
-            list(self.running_shapes()) if saved["running"] else [],
-            self.inverse_shapes(self.inverse_class.widths_of(saved["inverse"]))
-            if saved["inverse"]
-            else {},
-        )
+        widths = self.inverse_class.widths_of(saved["inverse"])
+        with as_if_trained(self, saved["roles"]):
+            expected = (
+                list(self.running_shapes()) if saved["running"] else [],
+                self.inverse_shapes(widths) if saved["inverse"] else {},
+            )
         return (found, expected) if found != expected else None
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         def own(tensor: Tensor) -> Tensor:
-            return tensor.to(self.layer.weight.device, self.layer.dtype, copy=True)
+            device, dtype = self.layer.weight.device, self.layer.dtype
+            return tensor.detach().to(device, dtype, copy=True)
 
         inverse = None
         if saved["inverse"]:

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfc._helpers import inner_product, raise_differences, require_choice, require_keys
+from kfc._helpers import inner_product, raise_differences, require_choice, require_keys, shown
 from kfc.curvature.damping import Damping
 from kfc.curvature.factor import trace
 from kfc.curvature.kronecker import INVERSES, Inverse
 from kfc.curvature.layer import Block, Columns, LayerCurvature, LayerState
 from kfc.curvature.options import Approximation
+from kfc.curvature.saved import check_kinds, check_values
 from kfc.curvature.statistics import BatchStatistics
 from kfc.curvature.whitening import WhiteningCurvature
 from kfc.distributed.reducer import Reducer
@@ -170,7 +171,7 @@ class ModelCurvature:
         for name, inverse in self._reducer.distribute(current, own).items():
             self.layers[name].adopt_inverse(inverse, blocks[name].damping)
 
-    def limit_columns(self, columns: Mapping[str, Columns]) -> None:
+    def limit_columns(self, columns: Mapping[str, Columns | None]) -> None:
         """Limit the ranks of the inverses of the named layers' factors; 0 for an exact inverse."""
         for name, own in columns.items():
             self.layers[name].limit_columns(own)
@@ -281,22 +282,28 @@ class ModelCurvature:
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ``ValueError``, listing the differences, if the state is of another model."""
         require_keys("curvature state", state, ("approximation", "inverse_kind", "layers"))
-        if state["approximation"] != self.options.name:
+        saved_with = state["approximation"]
+        if not isinstance(saved_with, str) or saved_with != self.options.name:
             raise ValueError(
-                f"the state dict was saved with curvature={state['approximation']!r}, not "
+                f"the state dict was saved with curvature={shown(saved_with)}, not "
                 f"{self.options.name!r}, and their statistics differ"
             )
         kinds = (*INVERSES, self.options.inverse_kind)
         require_choice("the curvature state's inverse_kind", state["inverse_kind"], kinds)
         require_keys("curvature state's layers", state["layers"], ())
+        for name, layer in self.layers.items():
+            if name in state["layers"]:
+                check_kinds(name, layer, state["layers"][name])
         saved: dict[str, object] = dict.fromkeys(state["layers"])
         expected: dict[str, object] = dict.fromkeys(self.layers)
         for name, entry in self._loadable(state).items():
             if name in self.layers:
-                difference = self.layers[name].shapes_differ(name, entry)
+                difference = self.layers[name].shapes_differ(entry)
                 if difference is not None:
                     saved[name], expected[name] = difference
         raise_differences("layers", saved, expected)
+        for name, entry in self._loadable(state).items():
+            check_values(name, self.layers[name], entry)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that ``check_state()`` has accepted."""
@@ -309,7 +316,7 @@ class ModelCurvature:
         if state["inverse_kind"] != self.options.inverse_kind:
             for name in self.layers.keys() & layers.keys():
                 saved, own = layers[name], self.layers[name].inverse_shapes()
-                if isinstance(saved, Mapping) and saved.get("inverse", {}).keys() != own.keys():
+                if saved["inverse"].keys() != own.keys():
                     layers[name] = {**saved, "inverse": {}}
         return layers
 

@@ -16,6 +16,7 @@ from kfc.curvature.damping import Damping
 from kfc.curvature.kronecker import Inverse
 from kfc.curvature.layer import Block
 from kfc.curvature.model import ModelCurvature
+from kfc.curvature.saved import as_if_trained, require_averages, require_damping, require_names
 from kfc.distributed.options import Parallel
 from kfc.distributed.reducer import Reducer
 
@@ -115,6 +116,20 @@ class InverseRefresher:
             self._curvature.adopt_inverses(job.blocks, job.share.result())
             self._refreshed_at = job.begun
 
+    def raise_errors(self, step: int) -> None:
+        """Raise the error of the thread, if its inverses would be applied in this step.
+
+        This comes before anything in the step has changed. The next step does without them.
+        """
+        job = self._job
+        if job is not None and (
+            step >= job.latest or (job.share.done() and not self._at_fixed_steps)
+        ):
+            error = job.share.exception()
+            if error is not None:
+                self._job = None
+                raise error
+
     def forget(self) -> None:
         """Start over after all inverses were dropped; a running job has no effect."""
         self._job, self._refreshed_at = None, 0
@@ -156,17 +171,39 @@ class InverseRefresher:
             "blocks": blocks,
         }
 
-    @staticmethod
-    def check_state(state: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
+    def check_state(self, state: Mapping[str, Any], steps: int) -> None:
+        """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns.
+
+        Args:
+            steps: the number of completed steps in the same state.
+        """
+        what = "the inverse state's"
         require_keys("inverse state", state, ("refreshed_at", "begun", "latest", "blocks"))
-        require_whole("the inverse state's refreshed_at", state["refreshed_at"], low=0)
-        for name in ("begun", "latest"):
-            if state["begun"] is not None:
-                require_whole(f"the inverse state's {name}", state[name])
-        for name, block in state["blocks"].items():
-            require_keys(f"inverse state of layer {name!r}", block, Block._fields)
-            require_keys(f"damping of layer {name!r}", block["damping"], Damping._fields)
+        require_whole(f"{what} refreshed_at", state["refreshed_at"], low=0)
+        require_keys("inverse state's blocks", state["blocks"], ())
+        begun, latest, blocks = state["begun"], state["latest"], state["blocks"]
+        if begun is None and (latest is not None or blocks):
+            raise ValueError(f"{what} begun must not be None: there are blocks in progress")
+        if begun is not None:
+            require_whole(f"{what} begun", begun)
+            require_whole(f"{what} latest", latest, low=begun)
+        if max(state["refreshed_at"], begun or 0) > steps + 1:
+            raise ValueError(
+                f"{what} refreshed_at {state['refreshed_at']} and begun {begun} must be at most "
+                f"{steps + 1} after {steps} steps"
+            )
+        for name, block in blocks.items():
+            where = f"layer {name!r} in the inverse state's blocks"
+            if name not in self._curvature.layers:
+                raise ValueError(f"{where} does not exist here")
+            layer = self._curvature.layers[name]
+            require_keys(where, block, Block._fields)
+            require_names(f"the roles of {where}", block["roles"], list(layer.layer.parameters()))
+            if not block["roles"]:
+                raise ValueError(f"the roles of {where} must not be empty")
+            require_damping(where, block["damping"], may_be_unknown=False)
+            with as_if_trained(layer, block["roles"]):
+                require_averages(where, block["running"], layer.running_shapes())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restart the saved job; without a thread, inverses are refreshed when next due."""

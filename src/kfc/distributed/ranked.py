@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from kfc._helpers import all_finite
 from kfc.curvature.kronecker import Inverse
 from kfc.curvature.layer import LayerCurvature
 from kfc.curvature.statistics import BatchStatistics
+from kfc.distributed.agreement import MOST_NUMBERS, Agreement
 from kfc.distributed.consistency import require_equal_ranks
 from kfc.distributed.exchange import Exchange, statistics_bytes
 from kfc.distributed.inverses import RemoteInverse, layer_size, pack_inverse, unpack_inverse
@@ -50,6 +51,10 @@ class RankReducer(Reducer):
         self._output_is_bad: Tensor | None = None
         self._known_bad: set[int] = set()
         self._skipped_in_a_row = 0
+        self._agreement = Agreement(ranks)
+        # Whether the ranks agree on the step in progress; and what this rank does in it.
+        self._is_agreed = True
+        self._doing: dict[str, str] = {}
 
     # Setup and steps
 
@@ -64,11 +69,53 @@ class RankReducer(Reducer):
     def begin_step(self, step: int) -> None:
         self._ranks.at(step)
 
+    def agree_on(self, fixed: Mapping[str, str], current: Callable[[], Mapping[str, str]]) -> None:
+        self._agreement.set_up(fixed, current)
+        self._agreement.reach({"next": "the first step"})
+
+    def prepare(self, step: int, passes: int, *, training: bool) -> None:
+        self._doing = {
+            "step": str(step),
+            "the number of forward and backward passes since the last step": str(passes),
+            "the model's mode": "training" if training else "evaluation",
+        }
+
+    def fail(self, problem: str) -> NoReturn:
+        self._agree("nothing", problem=problem)
+        raise RuntimeError(problem)
+
+    def _agree(
+        self,
+        following: str,
+        numbers: Sequence[float] = (),
+        layouts: object = None,
+        problem: str = "",
+    ) -> list[list[float]]:
+        """Raise an error on all ranks unless they are about to send the same.
+
+        Args:
+            following: what this rank sends next.
+            numbers: numbers to be sent to all ranks; they are returned for each rank.
+            layouts: the layout of the next message.
+            problem: why this rank cannot continue.
+        """
+        self._is_agreed = True
+        doing = {**self._doing, "the next message": following}
+        if layouts is not None:
+            doing["its layout"] = str(layouts)
+        return self._agreement.reach(doing, numbers, problem)
+
+    def _agree_once(self, following: str) -> None:
+        """Check that ranks agree before the first message of a step."""
+        if not self._is_agreed:
+            self._agree(following)
+
     def check_equal(
         self, model: nn.Module, gradients: Mapping[str, Tensor], step: int, *, first: bool
     ) -> None:
         period = self._parallel.consistency_period
         if first or (period is not None and is_due(period, step)):
+            self._agree_once("a comparison of parameters")
             held = {n: layer for n, layer in self._layers.items() if self.is_everywhere(n)}
             require_equal_ranks(self._ranks, model, gradients, self._layers, held, step)
 
@@ -156,6 +203,8 @@ class RankReducer(Reducer):
 
     def _start_(self, batch: BatchStatistics, names: Collection[str], *, fresh: bool) -> None:
         layouts = {name: self._layers[name].moment_layout(fresh=fresh) for name in names}
+        shapes = {name: layout.shapes for name, layout in layouts.items()}
+        self._agree(f"statistics of {len(names)} layers", layouts=shapes)
         bad = ~all_finite(batch.traces())
         self._exchanges.append(Exchange(self._ranks, batch, layouts, bad))
         batch.clear()
@@ -163,7 +212,10 @@ class RankReducer(Reducer):
     def receive_(
         self, batch: BatchStatistics, names: Collection[str], *, due: bool, fresh: bool
     ) -> None:
+        if self._exchanges:  # which were sent in the backward pass
+            self._agree("the step after the backward pass")
         if names and not due:
+            self._agree_once(f"which of {len(names)} layers have statistics for the first time")
             flags = self._ranks.largest([float(name in batch.moments) for name in names])
             names = [name for name, flag in zip(names, flags, strict=True) if flag]
         if names and (batch.moments or not self._exchanges):
@@ -173,6 +225,10 @@ class RankReducer(Reducer):
         self._exchanges.clear()
 
     def drop(self) -> None:
+        self.drop_sent()
+        self._is_agreed, self._doing = False, {}
+
+    def drop_sent(self) -> None:
         for exchange in self._exchanges:
             exchange.add_to_(BatchStatistics())  # the other ranks would wait for this one
         self._exchanges.clear()
@@ -181,6 +237,11 @@ class RankReducer(Reducer):
 
     def mean_product(self, value: Tensor, examples: int, *, is_summed: bool) -> Tensor:
         own = value if is_summed else value * examples
+        if not self._is_agreed and not own.dim() and own.device.type == "cpu":
+            rows = self._agree("the excess of the loss", [own.item(), float(examples)])
+            total, count = (own.new_tensor(sum(column)) for column in zip(*rows, strict=True))
+            return total / self.size if is_summed else total / count
+        self._agree_once("products with the Fisher matrix")
         both = self._ranks.start_sum([own, own.new_tensor(float(examples))], "norms").wait()
         total, count = both
         return total / self.size if is_summed else total / count
@@ -188,12 +249,17 @@ class RankReducer(Reducer):
     # Numbers
 
     def share(self, value: Any) -> Any:
+        self._agree_once("an object of rank 0")
         return self._ranks.share(value)
 
     def mean(self, numbers: Sequence[float]) -> list[float]:
+        self._agree_once(f"{len(numbers)} numbers")
         return self._ranks.mean(numbers)
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        if not self._is_agreed and len(numbers) <= MOST_NUMBERS:
+            return self._agree(f"{len(numbers)} numbers", numbers)
+        self._agree_once(f"{len(numbers)} numbers")
         return self._ranks.gather(numbers)
 
     # Inverses
@@ -211,6 +277,8 @@ class RankReducer(Reducer):
                 sent.setdefault(owner, []).append(name)
             else:
                 found[name] = own.get(name) or RemoteInverse()
+        if sent:
+            self._agree_once("inverses")
         widths = self._widths([name for theirs in sent.values() for name in theirs], own)
         messages = {
             owner: self._ranks.start_broadcast(
@@ -253,6 +321,8 @@ class RankReducer(Reducer):
                 continue
             held.append(gradients)
             theirs.setdefault(owner, []).extend(gradients.values())
+        if theirs:
+            self._agree_once("natural gradients")
         messages = [
             (tensors, self._ranks.start_broadcast(tensors, owner, "natural gradients"))
             for owner, tensors in theirs.items()

@@ -6,7 +6,9 @@ sends nothing.
 
 from __future__ import annotations
 
+import gc
 import io
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -147,6 +149,16 @@ class Ranks:
         flat = self.sum([number for row in rows for number in row], about)
         return [flat[i : i + len(numbers)] for i in range(0, len(flat), len(numbers))]
 
+    def gather_text(self, text: str, about: str = "checks") -> list[str]:
+        """Return the texts of every rank, in the order of the ranks."""
+        data = text.encode()
+        lengths = [int(length) for (length,) in self.gather([float(len(data))], about)]
+        rows = torch.zeros(self.size, max(lengths), dtype=torch.uint8)
+        rows[self.rank, : len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        [rows] = self.start_sum([rows], about).wait()
+        pairs = zip(rows.tolist(), lengths, strict=True)
+        return [bytes(row[:length]).decode() for row, length in pairs]
+
     def share(self, value: Any, about: str = "objects") -> Any:
         """Return rank 0's value: numbers, strings, tensors, and containers of them."""
         if self.size == 1:
@@ -164,6 +176,12 @@ class Ranks:
         received = bytearray(length)
         torch.frombuffer(received, dtype=torch.uint8).copy_(data)
         return torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
+
+    def leave(self) -> None:
+        """Leave the default process group, after all ranks have come to their end."""
+        self.any(False)
+        self.group = self.wrapper = None
+        leave_group(together=False)
 
     # Errors
 
@@ -274,3 +292,28 @@ def join_ranks(model: nn.Module, choice: Group) -> tuple[nn.Module, Ranks]:
         return model, Ranks(None)
     parameter = next(model.parameters(), None)
     return model, Ranks(group, None if parameter is None else parameter.device, wrapper)
+
+
+def leave_group(*, together: bool = True) -> None:
+    """Leave the default process group, and end its threads.
+
+    The threads of gloo end with the last reference to the group. If they still run when the
+    interpreter ends, one that releases a Python object then aborts the process ("terminate called
+    without an active exception"). Therefore, call this when no variable refers any more to what
+    uses the group, such as a wrapper or an optimizer.
+
+    Args:
+        together: wait for all ranks first, so that none finds its connections closed.
+    """
+    gc.collect()  # of wrappers and optimizers, which are in cycles of references
+    if together:
+        dist.barrier()
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    # If torch imports this module while there is a group, as the first wrapper makes it do, the
+    # defaults of its functions refer to the group for ever.
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in list(vars(module).values()) if module is not None else ():
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(default is group for default in defaults):
+            function.__defaults__ = tuple(None if d is group else d for d in defaults)

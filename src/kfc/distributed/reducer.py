@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,26 @@ class Reducer:
     def begin_step(self, step: int) -> None:
         """Record the step in progress, which errors of collectives report."""
 
+    def agree_on(self, fixed: Mapping[str, str], current: Callable[[], Mapping[str, str]]) -> None:
+        """Compare the model and the options of all ranks, now and before each step.
+
+        Args:
+            fixed: what does not change, by a name that errors use.
+            current: returns what may change.
+        """
+
+    def prepare(self, step: int, passes: int, *, training: bool) -> None:
+        """Record what must be the same on all ranks before the first message of a step.
+
+        Args:
+            passes: the number of passes since the last step.
+            training: whether the model is in training mode.
+        """
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise an error on all ranks, because this one cannot continue with the step."""
+        raise RuntimeError(problem)
+
     def check_equal(
         self, model: nn.Module, gradients: Mapping[str, Tensor], step: int, *, first: bool
     ) -> None:
@@ -123,8 +143,8 @@ class Reducer:
         """Record whether this rank's output and its derivative are finite."""
 
     def cause_of_bad_step(self) -> str:
-        """Return what gave values that are not finite in this step: "the batch" or "rank 1"."""
-        return "the batch"
+        """Return the ranks with values that are not finite in this step; empty in one process."""
+        return ""
 
     def where(self, ranks: Sequence[int] | None) -> str:
         """Return " on rank 1" for error messages, or nothing in a single process.
@@ -156,6 +176,9 @@ class Reducer:
         """
 
     def drop(self) -> None:
+        """Discard what is known about the step in progress."""
+
+    def drop_sent(self) -> None:
         """Discard statistics that were sent, and whether values were finite."""
 
     def mean_product(self, value: Tensor, examples: int, *, is_summed: bool) -> Tensor:

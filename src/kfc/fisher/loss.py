@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
@@ -9,7 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kfc._helpers import grad_scalers, is_asynchronous, require_choice, require_keys
+from kfc._helpers import (
+    grad_scalers,
+    is_asynchronous,
+    require_choice,
+    require_keys,
+    require_number,
+    require_whole,
+)
 from kfc.fisher.fit import Fit, two_class_mode
 from kfc.fisher.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Weights
 from kfc.fisher.reading import Reading, read_classes, smoothed_weight
@@ -17,6 +25,9 @@ from kfc.fisher.reading import Reading, read_classes, smoothed_weight
 # The loss is examined in the first backward pass, and again after this many steps.
 EXAMINATION_PERIOD = 1000
 UNTIL_DERIVATIVE = "assumed until the loss has a derivative"
+AUTOMATIC = ("Categorical", "Bernoulli", "Gaussian")
+# torch has no tensors of more dimensions.
+MOST_DIMENSIONS = 64
 MODES = ("silent", "terms", "elements", "largest", "assumed")
 
 
@@ -209,7 +220,8 @@ class Loss:
             assert isinstance(self.likelihood, Categorical)
             classes = read_classes(outputs, derivative, self.likelihood.axis)
             if classes is not None:
-                self._typical = classes.weights.mean().item() / float(assumed)
+                typical = classes.weights.mean().item() / float(assumed)
+                self._typical = typical if math.isfinite(typical) else self._typical
                 return Terms(*classes)
         return Terms(self._weights(outputs, derivative, assumed))
 
@@ -241,7 +253,8 @@ class Loss:
             smoothed, certain = self._smoothed(outputs, derivative)
             before = torch.where(certain, smoothed.to(before) / assumed, before)
         mean, count = reading.typical()
-        return torch.where(count > 0, mean / assumed, before)
+        latest = mean / assumed
+        return torch.where((count > 0) & torch.isfinite(latest), latest, before)
 
     def _smoothed(self, outputs: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(self.likelihood, Categorical):
@@ -260,6 +273,16 @@ class Loss:
         source = "read from the loss" if self.is_read else "as given by the reduction"
         return f"loss: {output}{self.likelihood} ({self.reason}), weights of terms {source}"
 
+    def snapshot(self) -> tuple[Any, ...]:
+        """Return what is known of the loss, to be passed to ``restore()``."""
+        known = self.likelihood, self.reason, self.mode, self._fits
+        return *known, self._examined_at, self._typical, self._is_smoothed
+
+    def restore(self, snapshot: tuple[Any, ...]) -> None:
+        """Return to what was known earlier."""
+        self.likelihood, self.reason, self.mode, self._fits, *rest = snapshot
+        self._examined_at, self._typical, self._is_smoothed = rest
+
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -277,9 +300,25 @@ class Loss:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless the state belongs to the same likelihood."""
-        require_keys("state of the loss", state, self.state_dict())
-        require_choice("the state's mode of the loss", state["mode"], MODES)
         own = self.state_dict()
+        require_keys("state of the loss", state, own)
+        what = f"output {self._name!r}: " if self._name else ""
+        what = f"the state of the loss: {what}"
+        require_choice(f"{what}mode", state["mode"], MODES)
+        known = (None, *AUTOMATIC) if self._is_automatic else (None, own["likelihood"], *AUTOMATIC)
+        require_choice(f"{what}likelihood", state["likelihood"], known)
+        require_whole(f"{what}axis", state["axis"], low=None)
+        if not 0 < abs(state["axis"]) <= MOST_DIMENSIONS:
+            raise ValueError(f"{what}axis must be a dimension of the outputs, got {state['axis']}")
+        if state["examined_at"] is not None:
+            require_whole(f"{what}examined_at", state["examined_at"])
+        require_number(f"{what}typical", state["typical"])
+        for name, kind in (("reason", str), ("fits", bool), ("smoothed", bool)):
+            if not isinstance(state[name], kind):
+                raise ValueError(f"{what}{name} must be a {kind.__name__}, got {state[name]!r}")
+        is_known = state["mode"] != "silent" or state["examined_at"] is not None
+        if is_known and self._is_automatic and state["likelihood"] is None:
+            raise ValueError(f"{what}likelihood must not be None: the loss was examined")
         for name in ("likelihood", "axis"):
             differs = own["likelihood"] is not None and state[name] != own[name]
             if differs and state["likelihood"] is not None and not self._is_automatic:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from kfc._helpers import require_keys
+from kfc._helpers import require_keys, require_number
 from kfc.fisher.heads import LikelihoodChoice, Output, named, select_outputs, usual_output
 from kfc.fisher.likelihoods import Likelihood, resolve_likelihood, validate_outputs
 from kfc.fisher.loss import Loss, Terms
@@ -124,12 +125,23 @@ class Losses:
             terms = len(outputs) * loss.likelihood.terms_per_example(outputs)
             total = weights.sum() if weights.dim() else weights * terms
             # The reduction of a part of the step's examples gives that part of the weight.
-            self._ratio = total / (assumed * terms)
+            ratio = total / (assumed * terms)
+            self._ratio = torch.where(torch.isfinite(ratio), ratio, self._ratio)
         return found
 
     def describe(self) -> str:
         """Return one line per output: its likelihood, why, and where its weights come from."""
         return "\n".join(loss.describe() for loss in self.by_name.values())
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """Return what is known, to be passed to ``restore()``."""
+        return self._ratio, [loss.snapshot() for loss in self.by_name.values()]
+
+    def restore(self, snapshot: tuple[Any, ...]) -> None:
+        """Return to what was known earlier."""
+        self._ratio, losses = snapshot
+        for loss, before in zip(self.by_name.values(), losses, strict=True):
+            loss.restore(before)
 
     # Checkpoints
 
@@ -140,7 +152,10 @@ class Losses:
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless the state belongs to outputs with the same names."""
         require_keys("state of the losses", state, ("ratio", "outputs"))
+        require_number("the state's ratio of the losses", state["ratio"])
         require_keys("state of the losses", state["outputs"], self.by_name)
+        if unknown := [name for name in state["outputs"] if name not in self.by_name]:
+            raise ValueError(f"the state of the losses has unknown outputs {unknown}")
         for name, loss in self.by_name.items():
             loss.check_state(state["outputs"][name])
 

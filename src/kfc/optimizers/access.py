@@ -73,10 +73,22 @@ class CurvatureAccess:
         }
 
     @property
+    def divergence(self) -> str | None:
+        """Why training has diverged, as a sentence that names parameters; ``None`` if it has not.
+
+        It has diverged if the last ten steps were skipped because values were not finite, or if the
+        loss on each of the last ten batches was more than 1,000 times as high as on any of the
+        first ten. The loss counts from the least that it could be, and is known if the optimizer
+        has a loss bound. Cheap enough to read after every step.
+        """
+        return self.engine.divergence.reason()
+
+    @property
     def diagnostics(self) -> dict[str, Any]:
         """A dict of numbers about the last steps.
 
-        ``step``; ``skipped_steps``; ``seconds``, the time of each part when it was last done, as
+        ``step``; ``skipped_steps``; ``skipped_in_a_row``, those of them since the last good step;
+        ``seconds``, the time of each part when it was last done, as
         the host sees it; ``total_seconds``, since the start; ``periods``; ``staleness``, the age of
         the inverses in steps; ``ranks``; and ``layers``: π, damping and factor traces by layer,
         and ``bias_damping`` if a bias is trained. Reading it waits for the device.
@@ -90,6 +102,7 @@ class CurvatureAccess:
         return {
             "step": engine.steps,
             "skipped_steps": engine.skipped_steps.count(),
+            "skipped_in_a_row": engine.divergence.skipped_in_a_row,
             "seconds": {"statistics": 0.0, **engine.schedule.seconds},
             "total_seconds": {"statistics": 0.0, **engine.schedule.total_seconds},
             "periods": engine.schedule.describe(engine.steps + 1),

@@ -1,5 +1,6 @@
 """What the optimizers share: param groups, averaged parameters, checkpoints."""
 
+import sys
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,17 +12,12 @@ from torch import Tensor, nn
 
 from kfc._helpers import (
     at_least_float32,
-    called_by,
     moved,
-    raise_differences,
-    require_keys,
     require_number,
     scaler_of,
 )
 from kfc.fisher.compiled import outside_of_compiled_graphs
-from kfc.layers import Plan
-from kfc.optimizers.access import CurvatureAccess
-from kfc.optimizers.adam import STEP
+from kfc.optimizers.attempts import Attempt
 from kfc.optimizers.averaging import (
     averages_of,
     has_average,
@@ -29,17 +25,16 @@ from kfc.optimizers.averaging import (
     swapped_in,
     update_averages_,
 )
+from kfc.optimizers.checkpoints import CheckpointedOptimizer
 from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import PLAIN, SCALED, TREATMENT, build_groups
 from kfc.optimizers.scaling import GradientScales, Scaled
-from kfc.optimizers.versions import check_version, versioned
 
 # A param group, some of its parameters, and their names.
 Members = tuple[dict[str, Any], list[Tensor], list[str]]
-STATE_KEYS = ("state", "param_groups", "parameters", "curvature")
 
 
-class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
+class CurvatureOptimizer(CheckpointedOptimizer):
     """A ``torch.optim.Optimizer`` over all parameters of one model, with its curvature.
 
     Args:
@@ -83,6 +78,29 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         self._names = {parameter: name for name, parameter in self.model.named_parameters()}
         engine.members.listen(self._replace)
 
+    def _compare_ranks(self, **options: object) -> None:
+        """Raise an error on all ranks if they differ in their models or options, now or later."""
+        me = weakref.ref(self)
+        fixed = {"optimizer": type(self).__name__, "averaging_timescale": self.averaging_timescale}
+
+        def current() -> dict[str, str]:
+            optimizer = me()
+            return {} if optimizer is None else optimizer._current_options()
+
+        try:
+            self.engine.compare_ranks({**fixed, **options}, current)
+        except BaseException:
+            self.engine.close()
+            raise
+
+    def _current_options(self) -> dict[str, str]:
+        """Return the options of param groups, and a checksum of the state that was loaded."""
+        found = {"the checksum of the state that was loaded": str(self._loaded)}
+        for index, group in enumerate(self.param_groups):
+            values = (f"{option}={group[option]}" for option in self._options)
+            found[f"param group {index}"] = ", ".join(values)
+        return found
+
     def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
         """Train a new parameter instead of an old one, whose state is dropped."""
         for group in self.param_groups:
@@ -110,11 +128,46 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         members = self._find_members(found) if self.fallback == SCALED else ()
         return found | {n: f"{group[TREATMENT]} gradient" for group, _, ns in members for n in ns}
 
+    # Steps
+
+    @torch.no_grad()
+    @outside_of_compiled_graphs(callees=True)
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters once.
+
+        If an error is raised, also by the closure, the next steps are as if this one had not been
+        tried. Buffers are as before the first forward pass since the last step; the gradients and
+        the global random generators are not.
+
+        Args:
+            closure: clears the gradients, computes the loss, calls ``backward()`` and returns the
+                loss, as for ``torch.optim.SGD``.
+        """
+        self._begin_step()
+        if closure is None:
+            self._require_batch()
+        with Attempt(self.engine):
+            loss = self._loss_of(closure)
+            if closure is not None:
+                self._require_batch()
+            self._make_step(loss)
+            return loss
+
+    def _require_batch(self) -> None:
+        """Raise an error on all ranks if a step needs a forward pass, and there was none."""
+
+    def _make_step(self, loss: Any) -> None:
+        """Update the parameters after a backward pass.
+
+        Args:
+            loss: what the closure of the step returned; ``None`` without one.
+        """
+        raise NotImplementedError
+
     # Parameters and gradients
 
     def _loss_of(self, closure: Callable[[], Any] | None) -> Any:
         """Return what the closure of a step returns; ``None`` without one."""
-        self._begin_step()
         if closure is None:
             return None
         with torch.enable_grad():
@@ -228,7 +281,8 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
         Lightning also reads this, and does not clip the gradients of optimizers that do. Ours may
         be unscaled and clipped before ``step()``, so that it gets another answer than torch.
         """
-        return called_by("torch")
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        return caller.split(".")[0] == "torch"
 
     def _hidden_scale(self) -> float:
         """Return the loss scale of a scaler that has unscaled the gradients already."""
@@ -309,61 +363,3 @@ class CurvatureOptimizer(CurvatureAccess, torch.optim.Optimizer):
             f"{type(self).__name__} depends on hooks of its model and cannot be copied or pickled; "
             "save its state_dict()"
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything needed to resume bit for bit; call it between steps.
-
-        It can be loaded with ``torch.load(..., weights_only=True)``. Save the states of the model,
-        of the scheduler and of the global random generators separately.
-        """
-        own = {
-            **super().state_dict(),
-            "parameters": self._parameter_shapes(),
-            "curvature": self.engine.state_dict(),
-        }
-        return versioned(own)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict; if it does not fit, raise an error and change nothing."""
-        check_version(state_dict)
-        self._check_state(state_dict)
-        super().load_state_dict(
-            {"state": state_dict["state"], "param_groups": state_dict["param_groups"]}
-        )
-        self._restore_exactly(state_dict)
-        self.engine.load_state_dict(state_dict["curvature"])
-
-    def _check_state(self, state_dict: Mapping[str, Any]) -> None:
-        require_keys("optimizer state", state_dict, STATE_KEYS)
-        raise_differences("parameters", state_dict["parameters"], self._parameter_shapes())
-        for group in state_dict["param_groups"]:
-            require_keys("param group", group, ("params", "param_names", *self._options))
-        saved, own = (
-            {f"group {i}": list(group["param_names"]) for i, group in enumerate(groups)}
-            for groups in (state_dict["param_groups"], self.param_groups)
-        )
-        raise_differences("param groups", saved, own)
-        self.engine.check_state(state_dict["curvature"])
-        plan = self.engine.fallback.plan_without(state_dict["curvature"]["without_statistics"])
-        found, expected = {}, {}
-        for group in state_dict["param_groups"]:
-            for key, name in zip(group["params"], group["param_names"], strict=True):
-                for part, value in state_dict["state"].get(key, {}).items():
-                    found[f"{name}: {part}"] = list(value.shape)
-                    shape = self._state_shape(plan, name, part, state_dict["parameters"][name])
-                    expected[f"{name}: {part}"] = shape
-        raise_differences("momentum and averages", found, expected)
-
-    def _state_shape(self, plan: Plan, name: str, part: str, shape: list[int]) -> list[int]:
-        """Return the shape of a part of a parameter's state, by default that of the parameter."""
-        return [] if part == STEP else shape
-
-    def _parameter_shapes(self) -> dict[str, list[int]]:
-        return {name: list(parameter.shape) for parameter, name in self._names.items()}
-
-    def _restore_exactly(self, state_dict: Mapping[str, Any]) -> None:
-        # torch casts the state to the parameters' dtype, but averages may be wider.
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for parameter, key in zip(group["params"], saved["params"], strict=True):
-                for name, value in state_dict["state"].get(key, {}).items():
-                    self.state[parameter][name] = value.to(parameter.device, copy=True)

@@ -19,7 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kfc._helpers import inner_product, moved, require_keys, require_number, widest
+from kfc._helpers import (
+    inner_product,
+    moved,
+    require_keys,
+    require_number,
+    require_whole,
+    widest,
+)
 from kfc.optimizers.engine import Engine
 from kfc.optimizers.steps import Scalar, where
 from kfc.statistics.observation import Observation, count_examples
@@ -190,10 +197,12 @@ class LossBound:
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
         require_keys("state of the loss bound", state, self.state_dict())
-        for name, value in state.items():
-            if value is not None or name != "mean_excess":
-                low = -math.inf if name == "decrease" else 0.0
-                require_number(f"the state's {name}", value, low=low)
+        for name in ("loss_bounds", "momentum_restarts"):
+            require_whole(f"the state's {name}", state[name], low=0)
+        for name in ("loss_bound_factor", "decrease"):
+            require_number(f"the state's {name}", state[name], low=-math.inf)
+        if state["mean_excess"] is not None:
+            require_number("the state's mean_excess", state["mean_excess"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._factor = float(state["loss_bound_factor"])
@@ -251,7 +260,7 @@ def excess_loss(engine: Engine, loss: Tensor | None = None) -> Tensor:
         if loss is not None:
             value = moved(loss.detach(), device).to(total).reshape(())
             total = torch.where(value > 0, value, total)
-    factor = engine.members.rescaling.factor(engine.collector.loss_scale)
+    factor = engine.members.rescaling.factor(engine.collector.known.loss_scale)
     if isinstance(factor, Tensor):
         total = total * moved(factor, device)
     return engine.reducer.mean_product(total, examples, is_summed=True)
@@ -266,7 +275,7 @@ def _parts_of_pass(
         examples: the number of examples in the step.
     """
     collector = engine.collector
-    losses, scale = collector.losses, collector.loss_scale
+    losses, scale = collector.losses, collector.known.loss_scale
     for name, derivatives in observation.derivatives.items():
         loss, outputs = losses.by_name[name], observation.outputs[name]
         found = [each for each in derivatives if each is not None]
@@ -284,6 +293,19 @@ def _parts_of_pass(
                 excess = loss.likelihood.excess(outputs, derivative, weights)
             is_scaled = isinstance(scale, Tensor) or scale != 1
             yield excess / scale if is_scaled and excess is not None else excess
+
+
+def excess_of_step(engine: Engine, loss: Any) -> Scalar:
+    """Return E of the loss on the batch of a step, and note it as a possible sign of divergence.
+
+    Args:
+        loss: what the closure returned, if there is one.
+    """
+    with engine.schedule.timed("update"), engine.full_precision():
+        excess = engine.known(excess_loss(engine, loss if isinstance(loss, Tensor) else None))
+    if not isinstance(excess, Tensor):
+        engine.divergence.see(excess)
+    return excess
 
 
 def sum_of_products(vectors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:

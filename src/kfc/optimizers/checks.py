@@ -1,6 +1,6 @@
 """Checks of what optimizers are given."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -8,6 +8,7 @@ from kfc._helpers import require_whole
 from kfc.curvature.options import Approximation
 from kfc.distributed.options import Parallel
 from kfc.distributed.sharding import refuse_sharded, refuse_sharding_wrapper
+from kfc.layers import Plan
 from kfc.schedule import Budget, Periods
 
 
@@ -44,3 +45,17 @@ def check_options(
         raise TypeError(f"schedule must be kfc.Periods or kfc.Budget, got {schedule!r}")
     if not isinstance(parallel, (Parallel, type(None))):
         raise TypeError(f"parallel must be kfc.Parallel or None, got {parallel!r}")
+
+
+def described(model: nn.Module, plan: Plan, options: Mapping[str, object]) -> dict[str, str]:
+    """Return what has to be the same on all ranks, by names that errors use."""
+    layers = {name: type(layer).__name__ for name, layer in plan.layers.items()}
+    return {
+        **{name: str(option) for name, option in options.items()},
+        **{
+            f"parameter {name!r}": f"{tuple(p.shape)} {p.dtype}"
+            + ("" if p.requires_grad else " frozen")
+            for name, p in model.named_parameters()
+        },
+        **{f"the treatment of layer {name!r}": kind for name, kind in layers.items()},
+    }

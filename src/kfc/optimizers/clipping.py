@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kfc._helpers import moved, require_keys
+from kfc._helpers import moved, require_keys, require_number, require_whole, shown
 from kfc.optimizers.options import FisherClip
 
 # ν is assumed to be below MARGIN times what the largest recent ratio predicts.
@@ -176,12 +176,30 @@ class NormClip:
     @staticmethod
     def check_state(state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
-        expected = {**ClipState()._asdict(), "ratios": []}
-        require_keys("clip state", state, expected)
-        for name, example in expected.items():
-            fits = list if isinstance(example, list) else (int, float)
-            if not isinstance(state[name], fits):
-                raise ValueError(f"the clip state's {name} is invalid: {state[name]!r}")
+        require_keys("clip state", state, ClipState._fields)
+        what = "the clip state's"
+        for name in ("evaluations", "guards", "guards_seen", "age", "low"):
+            require_whole(f"{what} {name}", state[name], low=0)
+        require_whole(f"{what} gap", state["gap"])
+        require_number(f"{what} factor", state["factor"])
+        if not isinstance(state["ratios"], list) or len(state["ratios"]) > MEMORY:
+            raise ValueError(
+                f"{what} ratios must be at most {MEMORY} numbers, got {shown(state['ratios'])}"
+            )
+        for ratio in state["ratios"]:
+            require_number(f"{what} ratios", ratio, low=-math.inf)
+        if not isinstance(state["is_exact"], bool):
+            raise ValueError(
+                f"{what} is_exact must be true or false, got {shown(state['is_exact'])}"
+            )
+        unknown = isinstance(state["norm"], float) and math.isnan(state["norm"])
+        if not unknown or state["evaluations"]:
+            require_number(f"{what} norm", state["norm"], low=-math.inf)
+        if state["gap"] > LONGEST_GAP or state["guards_seen"] > state["guards"]:
+            raise ValueError(
+                f"{what} counters contradict each other: gap {state['gap']}, guards "
+                f"{state['guards']}, guards_seen {state['guards_seen']}"
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         values = {name: state[name] for name in ClipState._fields}

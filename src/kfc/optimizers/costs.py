@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kfc._helpers import require_keys, require_number, require_whole
 from kfc.curvature.kfc import KroneckerCurvature
 from kfc.curvature.layer import Columns, LayerCurvature
 from kfc.curvature.low_rank import MULTIPLE, NARROWEST, most_columns
@@ -28,6 +27,7 @@ from kfc.fisher.calls import (
 from kfc.fisher.compiled import eagerly
 from kfc.layers import MatrixLayer
 from kfc.moments.folding import unfolded_shape
+from kfc.optimizers.saved import check_allowance
 
 if TYPE_CHECKING:
     from kfc.optimizers.engine import Engine
@@ -359,6 +359,16 @@ class Allowance:
         limit = "" if self.overhead is None else f"; at most {self.overhead:g} per step in all"
         return f"cost, in forward and backward passes (multiply-adds): {parts}{limit}"
 
+    def snapshot(self) -> tuple[Any, ...]:
+        """Return what ``count()`` changes, to be passed to ``restore()``."""
+        return self.costs, self.columns, self._counted_for
+
+    def restore(self, snapshot: tuple[Any, ...], curvature: ModelCurvature) -> None:
+        """Return to an earlier state."""
+        if self.columns is not snapshot[1]:
+            curvature.limit_columns(dict.fromkeys(curvature.layers) | (snapshot[1] or {}))
+        self.costs, self.columns, self._counted_for = snapshot
+
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -367,30 +377,13 @@ class Allowance:
         return {"costs": costs, "balances": list(self._balances), "columns": columns}
 
     @staticmethod
-    def check_state(state: Mapping[str, Any]) -> None:
+    def check_state(state: Mapping[str, Any], curvature: ModelCurvature) -> None:
         """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
-        require_keys("allowance state", state, ("costs", "balances", "columns"))
-        costs, balances = state["costs"], state["balances"]
-        if costs is not None and len(costs) != len(Costs._fields):
-            raise ValueError(f"the allowance state's costs must be {Costs._fields}, got {costs!r}")
-        if len(balances) != 2:
-            raise ValueError(f"the allowance state's balances must be two, got {balances!r}")
-        for name, numbers in (("costs", costs or ()), ("balances", balances)):
-            for number in numbers:
-                require_number(f"the allowance state's {name}", number, low=-math.inf)
-        if state["columns"] is not None:
-            require_keys("allowance state's columns", state["columns"], ())
-            for name, columns in state["columns"].items():
-                if not isinstance(columns, list) or len(columns) != 2:
-                    raise ValueError(
-                        f"the allowance state's columns of {name!r} must be two, got {columns!r}"
-                    )
-                for number in columns:
-                    require_whole(f"the allowance state's columns of {name!r}", number, low=0)
+        check_allowance(state, curvature, {"costs": len(Costs._fields), "balances": 2})
 
     def load_state_dict(self, state: Mapping[str, Any], curvature: ModelCurvature) -> None:
         self.costs = None if state["costs"] is None else Costs(*state["costs"])
         self._balances = list(state["balances"])
         saved = state["columns"]
         self.columns = None if saved is None else {n: (a, b) for n, (a, b) in saved.items()}
-        curvature.limit_columns(self.columns or {})
+        curvature.limit_columns(dict.fromkeys(curvature.layers) | (self.columns or {}))

@@ -1,8 +1,10 @@
 """The two dampings of appendix A.2, which adapt."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+from kfc._helpers import require_keys, require_number
 from kfc.optimizers.options import Adaptation
 
 # Outside these bounds the damping dominates or vanishes, and float32 would lose it.
@@ -119,3 +121,33 @@ class FactorDamping:
         others = [max(present * self.factor, self._floor()), present / self.factor]
         allowed = [v for v in others if LOWEST**0.5 <= v <= HIGHEST**0.5 and v != present]
         return [present, *allowed]
+
+
+class Dampings(NamedTuple):
+    """Both dampings, as they are saved and restored."""
+
+    model: ModelDamping
+    factor: FactorDamping
+
+    def _named(self) -> dict[str, ModelDamping | FactorDamping]:
+        return {"model_damping": self.model, "factor_damping": self.factor}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, for ``load_state_dict()`` and ``restore()``."""
+        return {name: damping.snapshot() for name, damping in self._named().items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Return to an earlier state."""
+        for name, damping in self._named().items():
+            damping.restore(state[name])
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
+        require_keys("state of the dampings", state, self._named())
+        for name in self._named():
+            require_number(f"the state's {name}", state[name])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state; a damping that is fixed stays as it is."""
+        for name, damping in self._named().items():
+            damping.resume_at(state[name])

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -15,8 +16,6 @@ from kfc._helpers import (
     finite_scalars,
     is_asynchronous,
     moved,
-    require_keys,
-    require_whole,
 )
 from kfc.curvature.damping import Damping
 from kfc.curvature.model import ModelCurvature
@@ -25,30 +24,28 @@ from kfc.curvature.statistics import BatchStatistics
 from kfc.distributed.asynchronous import InverseRefresher
 from kfc.distributed.options import Parallel
 from kfc.distributed.ranked import make_reducer
+from kfc.distributed.ranks import CollectiveError
 from kfc.fisher.calls import without_autocast
 from kfc.fisher.compiled import eager_module
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.fisher.losses import Losses
 from kfc.layers import Plan, find_layers
-from kfc.optimizers.checks import check_model, check_options
+from kfc.optimizers.checks import check_model, check_options, described
 from kfc.optimizers.costs import Allowance, work_of
+from kfc.optimizers.divergence import Divergence
+from kfc.optimizers.engine_state import EngineState
 from kfc.optimizers.fallback import Fallback
 from kfc.optimizers.groups import excluded_layers
 from kfc.optimizers.members import Members
-from kfc.optimizers.skipping import SkippedSteps
+from kfc.optimizers.skipping import SkippedSteps, cause
 from kfc.optimizers.startup import log_start
 from kfc.optimizers.steps import Scalar
 from kfc.schedule import Budget, Periods, Schedule, longest
 from kfc.statistics.collector import Collector
 from kfc.statistics.hooks import ModelHooks
 
-STATE_KEYS = (
-    *("steps", "skipped_steps", "generator", "losses", "expected", "replaces_guess"),
-    *("budget", "allowance", "curvature", "inverses", "without_statistics"),
-)
 
-
-class Engine:
+class Engine(EngineState):
     """Statistics, inverses and natural gradients of one model.
 
     A step calls, in this order, ``begin_step()``, ``update_()``, ``refresh_inverses()``,
@@ -112,10 +109,9 @@ class Engine:
         # Whether solve_() has to find out if the gradients are finite.
         self._is_unchecked = False
         self._quietly: Tensor | None = None
-        self._replaces_guess = False
-        # Since the start, or since a state was loaded.
-        self._is_first = True
-        self._before: tuple[Any, Any] | None = None
+        self._before: tuple[Any, ...] | None = None
+        self._fallen: list[str] | None = None
+        self.divergence = Divergence(model)
         self.members = Members(model, plan)
         # The layers that were replaced since the last step: their forward pass was not seen.
         self._replaced: set[str] = set()
@@ -172,6 +168,8 @@ class Engine:
         if not self._hooks.close.alive:
             raise RuntimeError("the optimizer is closed: its hooks are removed; make a new one")
         self.in_doubt = self._quietly = None
+        self._fallen = self.fallback.state_dict()
+        self.refresher.raise_errors(self.steps + 1)
         with self.full_precision():
             batch = self.collector.finish(loss_scale)
             clock = self.collector.clock
@@ -231,14 +229,17 @@ class Engine:
                 and inverses before the step kept until its end.
         """
         if may_skip:
-            self._before = self.curvature.snapshot(), self.refresher.snapshot()
+            self._before = (
+                *(self.curvature.snapshot(), self.refresher.snapshot()),
+                *(self.allowance.snapshot(), self._replaces_guess),
+            )
         if batch.moments:
             self.allowance.count(self.curvature, work_of(batch))
         with self.schedule.timed("averages"), self.full_precision():
             self.curvature.update_(batch, replace=self._replaces_guess)
         if self.steps == 0:
             # The next statistics replace those of the first step, if their scale was a guess.
-            guesses = self.reducer.gather([float(self.collector.is_guess)])
+            guesses = self.reducer.gather([float(self.collector.known.is_guess)])
             self._replaces_guess = any(guess for (guess,) in guesses)
         elif batch.examples:
             self._replaces_guess = False
@@ -297,6 +298,7 @@ class Engine:
         self.collector.buffers.end_step(self.in_doubt)
         if self.in_doubt is not None:
             self.skipped_steps.add_on_device(self.in_doubt, self._quietly)
+        self.divergence.end_step(is_good=self.in_doubt is None)
         self.schedule.end_measuring(self.steps + 1)
         refreshed = self._statistics_are_due(), self._inverses_are_due()
         self.allowance.end_step(self.steps + 1, *refreshed)
@@ -317,20 +319,40 @@ class Engine:
         quietly = quietly or (self._quietly is not None and bool(self._quietly))
         self.rewind()
         self.collector.buffers.undo_step()
-        step, cause = self.steps + 1, "" if quietly else self.reducer.cause_of_bad_step()
+        ranks = "" if quietly else self.reducer.cause_of_bad_step()
+        self.collector.undo()
         self._prepare_next()
-        self.skipped_steps.add(step, cause)
-        if cause:
-            self.reducer.skip_step(step, cause)
+        self.skipped_steps.add(
+            self.steps + 1, None if quietly else partial(cause, self.model, ranks)
+        )
+        if not quietly:
+            self.divergence.skip()
+            self.reducer.skip_step(self.steps + 1, ranks)
+
+    def undo_step(self) -> None:
+        """Undo the step in progress after an error: later steps are as if it had not begun.
+
+        Factors are returned to what they were only if ``update_()`` was told that the step may be
+        skipped; no code of the user runs in other steps.
+        """
+        self.rewind()
+        if self._fallen is not None and self._fallen != self.fallback.state_dict():
+            self.fallback.restore(self._fallen)
+        self.collector.buffers.undo_step()
+        with suppress(CollectiveError):  # of ranks that have ended
+            self.collector.undo()
+        self._prepare_next()
 
     def rewind(self) -> None:
         """Return the factors and inverses to their state before the step in progress."""
         if self._before is not None:
-            self.curvature.restore(self._before[0])
-            self.refresher.restore(self._before[1])
+            states, refresher, allowance, self._replaces_guess = self._before
+            self.curvature.restore(states)
+            self.refresher.restore(refresher)
+            self.allowance.restore(allowance, self.curvature)
 
     def _prepare_next(self) -> None:
-        self.in_doubt = self._quietly = self._before = None
+        self.in_doubt = self._quietly = self._before = self._fallen = None
         clock, due = self.schedule.clock_device, self._statistics_are_due()
         self.collector.begin_step(self.steps + 1, due=due, clock_device=clock)
 
@@ -348,54 +370,14 @@ class Engine:
     def full_precision(self) -> AbstractContextManager[object]:
         return without_autocast(self.device)
 
-    # State
+    def compare_ranks(
+        self, options: Mapping[str, object], current: Callable[[], Mapping[str, str]]
+    ) -> None:
+        """Raise an error on all ranks if they have other models or options; then or later.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs to continue bit for bit; call it between steps.
-
-        Inverses that one of several ranks keeps for itself are computed again after loading.
+        Args:
+            options: the options of the optimizer, by name.
+            current: returns what may change.
         """
-        return {
-            "steps": self.steps,
-            "skipped_steps": self.skipped_steps.count(),
-            "generator": self.collector.draws.generator.state_dict(),
-            "losses": self.collector.losses.state_dict(),
-            "expected": self.collector.expected(),
-            "replaces_guess": self._replaces_guess,
-            "budget": self.schedule.state_dict(),
-            "allowance": self.allowance.state_dict(),
-            "curvature": self.curvature.state_dict(),
-            "inverses": self.refresher.state_dict(),
-            "without_statistics": self.fallback.state_dict(),
-        }
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise an error that says why if the state cannot be loaded here; change nothing."""
-        require_keys("preconditioner state", state, STATE_KEYS)
-        for counter in ("steps", "skipped_steps"):
-            require_whole(f"the state's {counter}", state[counter], low=0)
-        Schedule.check_state(state["budget"])
-        Allowance.check_state(state["allowance"])
-        self.collector.draws.generator.check_state(state["generator"])
-        self.collector.losses.check_state(state["losses"])
-        require_keys("state of the last step", state["expected"], self.collector.expected())
-        self.curvature.check_state(state["curvature"])
-        InverseRefresher.check_state(state["inverses"])
-        self.fallback.check_state(state["without_statistics"])
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; the model's own parameters are loaded separately."""
-        self.check_state(state)
-        self.skipped_steps.restore(state["skipped_steps"])
-        self.collector.draws.generator.load_state_dict(state["generator"])
-        self.collector.losses.load_state_dict(state["losses"])
-        self.collector.expect(**state["expected"])
-        self._replaces_guess = state["replaces_guess"]
-        self.schedule.load_state_dict(state["budget"])
-        self.allowance.load_state_dict(state["allowance"], self.curvature)
-        self.fallback.restore(state["without_statistics"])
-        self.curvature.load_state_dict(state["curvature"])
-        self.refresher.load_state_dict(state["inverses"])
-        self.steps = state["steps"]
-        self._is_first = True
-        self._prepare_next()
+        own = {"curvature": self.curvature.options, "schedule": self.schedule.options}
+        self.reducer.agree_on(described(self.model, self.plan, {**options, **own}), current)

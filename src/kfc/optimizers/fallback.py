@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor, nn
 
 from kfc.curvature.model import ModelCurvature
+from kfc.curvature.saved import require_names
 from kfc.distributed.reducer import Reducer
 from kfc.layers import Plan
 
@@ -100,8 +101,5 @@ class Fallback:
 
     def check_state(self, state: object) -> None:
         """Raise ``ValueError`` unless the state is a list of layers of this model."""
-        if not isinstance(state, list) or not self._whole.layers.keys() >= set(state):
-            raise ValueError(
-                "the state's layers without statistics must be a list of names among "
-                f"{list(self._whole.layers)}, got {state!r}"
-            )
+        what = "the state's layers without_statistics"
+        require_names(what, state, list(self._whole.layers))

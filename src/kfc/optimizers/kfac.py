@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfc._helpers import require_keys, require_number
 from kfc.curvature.damping import Damping
 from kfc.curvature.options import CurvatureChoice, resolve_curvature
 from kfc.distributed.options import Parallel
 from kfc.fisher.compiled import outside_of_compiled_graphs
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.base import CurvatureOptimizer
-from kfc.optimizers.damping import FactorDamping, ModelDamping
+from kfc.optimizers.checkpoints import Component
+from kfc.optimizers.damping import Dampings, FactorDamping, ModelDamping
 from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.objective import Objective, decay_penalty
@@ -28,8 +28,6 @@ MAX_RETRIES = 10
 
 # The keys of a parameter's last update, and of its value before that, in the state.
 PREVIOUS, BEFORE = "previous_update", "before_update"
-
-DAMPINGS = ("model_damping", "factor_damping")
 
 
 class KFAC(CurvatureOptimizer):
@@ -56,6 +54,9 @@ class KFAC(CurvatureOptimizer):
 
     The other arguments are those of ``kfc.Preconditioner``.
     """
+
+    _narrow_parts, _wide_parts = (BEFORE,), (PREVIOUS,)
+    _required_components = ("dampings",)
 
     def __init__(
         self,
@@ -98,10 +99,12 @@ class KFAC(CurvatureOptimizer):
         self.lr = lr
         self.model_damping = ModelDamping(adaptation)
         self.factor_damping = FactorDamping(adaptation, self.model_damping, self._largest_decay)
+        self._dampings = Dampings(self.model_damping, self.factor_damping)
         self._proposals = Proposals(
             engine, self._by_group, adaptation, clip, self.model_damping, self.factor_damping
         )
         self._last: dict[str, float | None] = {}
+        self._compare_ranks(adaptation=adaptation, clip=clip, likelihood=likelihood)
 
     @torch.no_grad()
     @outside_of_compiled_graphs(callees=True)
@@ -132,14 +135,16 @@ class KFAC(CurvatureOptimizer):
         objective = Objective(self.model, closure, self.engine.reducer)
         other = None if held_out is None else self._held_out(held_out)
         collector = self.engine.collector
+        collector.undo()  # passes before the step, whose gradients are dropped
         before = self._snapshot()
-        collector.drop()
         try:
             with collector.recording_random_state():
                 found = objective.differentiate() or self._differentiate_from_before(objective)
                 loss, mean_over_ranks = found
+                self.engine.divergence.see(mean_over_ranks)
                 self._update(loss, other or objective, None if other else mean_over_ranks)
         except BaseException:
+            self.engine.undo_step()
             self._restore(before)
             objective.rewind()
             raise
@@ -233,7 +238,7 @@ class KFAC(CurvatureOptimizer):
         """Return what an error must leave as it was."""
         return {
             "values": [(p, p.detach().clone(), dict(self.state[p])) for p in self._parameters()],
-            "dampings": self._dampings(),
+            "dampings": self._dampings.state_dict(),
             "curvature": self.engine.curvature.snapshot(),
             "refresher": self.engine.refresher.snapshot(),
         }
@@ -242,8 +247,7 @@ class KFAC(CurvatureOptimizer):
         for parameter, value, state in before["values"]:
             parameter.copy_(value)
             self.state[parameter] = state
-        for name, value in before["dampings"].items():
-            getattr(self, name).restore(value)
+        self._dampings.restore(before["dampings"])
         self.engine.curvature.restore(before["curvature"])
         self.engine.refresher.restore(before["refresher"])
 
@@ -375,26 +379,17 @@ class KFAC(CurvatureOptimizer):
 
     # Checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "dampings": self._dampings()}
-
-    def _dampings(self) -> dict[str, float]:
-        return {name: getattr(self, name).snapshot() for name in DAMPINGS}
+    def _components(self) -> Mapping[str, Component | None]:
+        return {"dampings": self._dampings}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict; numbers that this optimizer's ``adaptation`` fixes stay fixed."""
+        """Load a state dict, all of it or nothing; what ``adaptation`` fixes stays fixed."""
         check_version(state_dict)
-        require_keys("optimizer state", state_dict, ("dampings", "param_groups"))
-        saved = state_dict["dampings"]
-        require_keys("state of the dampings", saved, DAMPINGS)
-        for name in DAMPINGS:
-            require_number(f"the state's {name}", saved[name])
-        groups = [dict(group) for group in state_dict["param_groups"]]
-        for group in groups:
+        groups = state_dict.get("param_groups")
+        if isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups):
+            fixed = {} if self.lr is None else {"lr": self.lr}
+            groups = [{**fixed, **group} for group in groups]
             if self.lr is None:
-                group.pop("lr", None)
-            else:
-                group.setdefault("lr", self.lr)
-        super().load_state_dict({**state_dict, "param_groups": groups})
-        for name in DAMPINGS:
-            getattr(self, name).resume_at(saved[name])
+                groups = [{k: v for k, v in group.items() if k != "lr"} for group in groups]
+            state_dict = {**state_dict, "param_groups": groups}
+        super().load_state_dict(state_dict)

@@ -2,21 +2,28 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kfc._helpers import require_keys, require_number
+from kfc._helpers import require_number
 from kfc.curvature.damping import Damping
 from kfc.curvature.options import CurvatureChoice, resolve_curvature
 from kfc.distributed.options import Parallel
-from kfc.fisher.compiled import outside_of_compiled_graphs
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.fisher.products import ProductError
+from kfc.optimizers.adam import SQUARE
 from kfc.optimizers.base import CurvatureOptimizer
-from kfc.optimizers.bound import LossBound, StepLimits, excess_loss, least_factor, sum_of_products
+from kfc.optimizers.bound import (
+    LossBound,
+    StepLimits,
+    excess_of_step,
+    least_factor,
+    sum_of_products,
+)
+from kfc.optimizers.checkpoints import Component
 from kfc.optimizers.clipping import FROZEN, NormClip
 from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import SCALED, require_hyper_parameters
@@ -29,7 +36,6 @@ from kfc.optimizers.steps import (
     add_steps_on_device_,
     sum_of_scalars,
 )
-from kfc.optimizers.versions import check_version
 from kfc.schedule import Budget, Periods
 
 Vector = dict[str, Tensor]
@@ -69,6 +75,7 @@ class KFC(CurvatureOptimizer):
     """
 
     fallback = SCALED
+    _narrow_parts, _wide_parts = ("momentum_buffer",), (SQUARE,)
 
     def __init__(
         self,
@@ -117,50 +124,41 @@ class KFC(CurvatureOptimizer):
             groups=groups,
         )
         super().__init__(engine, defaults, groups, averaging_timescale, fallback_lr)
+        self._compare_ranks(clip=limits, likelihood=likelihood)
 
-    @torch.no_grad()
-    @outside_of_compiled_graphs(callees=True)
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters once.
-
-        Args:
-            closure: clears the gradients, computes the loss, calls ``backward()`` and returns the
-                loss, as for ``torch.optim.SGD``.
-        """
-        loss = self._loss_of(closure)
+    def _make_step(self, loss: Any) -> None:
         loss_scale, overflow = self._unscale_()
         gradients, engine = self.engine.gradients(), self.engine
-        self._require_batch()
         batch = engine.begin_step(gradients, loss_scale, overflow, solves=True)
         if batch is None:
-            return loss
+            return
         is_due = self._clip is not None and self._clip.is_due()  # whether ν is computed
         self._start_averages()  # θ̄ begins at θ₀
 
         # Algorithm 1
         engine.update_(batch, may_skip=is_due)  # T_s: moving averages of Ω and Γ (eqn 33)
+        excess = excess_of_step(engine, loss) if self._bound else None  # E: loss minus its least
         engine.refresh_inverses(self._layer_damping)  # T_f: (Ω ⊗ Γ)⁻¹, damped by λ + γ
         update = self._add_weight_decay(gradients)  # ∇h: gradient of the loss, plus λθ
         diagonals = self._diagonals(gradients)  # √v̂ + ε of parameters without a Fisher block
         products = engine.solve_(update, diagonals)  # F̂⁻¹∇h (eqn 11); returns ∇hᵀF̂⁻¹∇h
         if products is None:
-            return loss  # a gradient is not finite: the step is skipped
+            return  # a gradient is not finite: the step is skipped
         norms = self._fisher_norms(update) if is_due and products else None
         factor = self._clip_factor(products, norms)  # √(C/ν) if ν = vᵀFv + λvᵀv > C; v = -α F̂⁻¹∇h
         if factor is None:
-            return loss  # ν is not finite: the step is skipped
-        factor, limits = self._limits(gradients, products, factor, loss)  # m downhill; -∇hᵀm ≤ κE
+            return  # ν is not finite: the step is skipped
+        factor, limits = self._limits(gradients, products, factor, excess)  # m downhill; -∇hᵀm ≤ κE
         scales = self._scales(factor, limits, norms)  # ν of the whole step ≤ C
         self._move_(update, scales)  # m ← μm + √(C/ν) v; θ ← θ + m
         self._gradient_scales.keep_(engine.in_doubt)
         self._update_averages(engine.in_doubt)  # θ̄ ← ζθ̄ + (1 - ζ)θ, ζ = exp(-1/τ)
         engine.end_step()
-        return loss
 
     def _require_batch(self) -> None:
         known = self.engine.steps > 0 or not self.engine.curvature.is_empty()
         if known and self._clip and not self.engine.collector.observations:
-            raise RuntimeError(
+            self.engine.reducer.fail(
                 "step() without a forward pass in training mode since the last one: the clip "
                 "needs the batch; run the model first, or pass clip=kfc.FisherClip(None), or "
                 "curvature=kfc.Kronecker(gather_in_eval=True) to train in evaluation mode"
@@ -294,7 +292,7 @@ class KFC(CurvatureOptimizer):
     # Momentum and parameters
 
     def _limits(
-        self, gradients: Vector, products: Products, factor: Scalar, loss: Any
+        self, gradients: Vector, products: Products, factor: Scalar, excess: Scalar | None
     ) -> tuple[Scalar, StepLimits | None]:
         """Return the factor of v, and those of m = μ m_old + v by the loss bound, if there is one.
 
@@ -302,13 +300,12 @@ class KFC(CurvatureOptimizer):
             gradients: gradients of the loss.
             products: ∇hᵀF̂⁻¹∇h by parameter.
             factor: the factor of v by the clip.
-            loss: what the closure returned, if there is one.
+            excess: E of the loss.
         """
         engine = self.engine
-        with engine.schedule.timed("update"), engine.full_precision():
-            if self._bound is None or not products:
+        with engine.schedule.timed("update", continued=True), engine.full_precision():
+            if self._bound is None or excess is None or not products:
                 return factor, None
-            excess = engine.known(excess_loss(engine, loss if isinstance(loss, Tensor) else None))
             old: Scalar = 0.0
             new: Scalar = 0.0
             for group, parameters, names in self._by_group(gradients):
@@ -378,20 +375,5 @@ class KFC(CurvatureOptimizer):
 
     # Checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        clip = None if self._clip is None else self._clip.state_dict()
-        bound = None if self._bound is None else self._bound.state_dict()
-        return {**super().state_dict(), "clip": clip, "loss_bound": bound}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        check_version(state_dict)
-        parts = {"clip": self._clip, "loss_bound": self._bound}
-        require_keys("optimizer state", state_dict, parts)
-        if state_dict["clip"] is not None:
-            NormClip.check_state(state_dict["clip"])
-        if self._bound is not None and state_dict["loss_bound"] is not None:
-            self._bound.check_state(state_dict["loss_bound"])
-        super().load_state_dict(state_dict)
-        for name, part in parts.items():
-            if part is not None and state_dict[name] is not None:
-                part.load_state_dict(state_dict[name])
+    def _components(self) -> Mapping[str, Component | None]:
+        return {"clip": self._clip, "loss_bound": self._bound}

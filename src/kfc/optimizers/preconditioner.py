@@ -1,5 +1,6 @@
 """KFC's curvature as a preconditioner for any optimizer."""
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,9 @@ from kfc.distributed.options import Parallel
 from kfc.fisher.compiled import outside_of_compiled_graphs
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.optimizers.access import CurvatureAccess
+from kfc.optimizers.attempts import Attempt
 from kfc.optimizers.engine import Engine
+from kfc.optimizers.saved import shared_digest
 from kfc.optimizers.versions import check_version, versioned
 from kfc.schedule import Budget, Periods
 
@@ -76,6 +79,14 @@ class Preconditioner(CurvatureAccess):
             schedule=schedule,
             parallel=parallel,
         )
+        self._loaded, me = 0, weakref.ref(self)
+
+        def current() -> dict[str, str]:
+            loaded = getattr(me(), "_loaded", 0)
+            return {"the checksum of the state that was loaded": str(loaded)}
+
+        options = {"optimizer": "Preconditioner", "damping": damping, "likelihood": likelihood}
+        self.engine.compare_ranks(options, current)
 
     @torch.no_grad()
     @outside_of_compiled_graphs(callees=True)
@@ -91,6 +102,10 @@ class Preconditioner(CurvatureAccess):
             False if the batch produced values that are not finite. The gradients are then removed,
             so that the optimizer's own step leaves the parameters alone.
         """
+        with Attempt(self.engine):
+            return self._make_step(loss_scale)
+
+    def _make_step(self, loss_scale: float) -> bool:
         engine, gradients = self.engine, self.engine.gradients()
         batch = engine.begin_step(gradients, loss_scale, wait=True)
         if batch is None:
@@ -110,6 +125,12 @@ class Preconditioner(CurvatureAccess):
         return versioned(self.engine.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict; if it does not fit, raise an error and change nothing."""
+        """Load a state dict, all of it or nothing.
+
+        Raises:
+            ValueError: an entry does not fit, or is not usable; the message names it.
+        """
         check_version(state_dict)
         self.engine.load_state_dict(state_dict)
+        if self.engine.reducer.size > 1:
+            self._loaded = shared_digest(state_dict)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kfc._helpers import moved, require_keys
 from kfc.curvature.factor import eigendecompose
+from kfc.curvature.saved import require_names
 from kfc.distributed.reducer import Reducer
 from kfc.fisher.losses import Losses
 from kfc.layers import MatrixLayer, Plan
@@ -141,11 +142,9 @@ class OutputRotation:
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
         require_keys("state of the rotation", state, self.state_dict())
-        if unknown := set(state["excluded"] or ()) - self._names:
-            raise ValueError(
-                f"the state dict excludes weights from the rotation that do not exist here: "
-                f"{', '.join(sorted(unknown))}"
-            )
+        if state["excluded"] is not None:
+            what = "the weights that the state excludes from the rotation"
+            require_names(what, state["excluded"], sorted(self._names))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         excluded = state["excluded"]

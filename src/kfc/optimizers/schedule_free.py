@@ -111,6 +111,8 @@ class ScheduleFree:
         """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
         require_keys("state of the iterates", state, self.state_dict())
         require_number("the state's updates", state["updates"])
+        if state["updates"] != int(state["updates"]):
+            raise ValueError(f"the state's updates must be whole, got {state['updates']}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._count = float(state["updates"])

@@ -1,9 +1,12 @@
-"""The count of steps skipped because the batch gave values that are not finite."""
+"""The count of steps that were skipped because values were not finite."""
 
 import warnings
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from kfc.optimizers.divergence import bad_values
 
 
 class SkippedSteps:
@@ -19,15 +22,15 @@ class SkippedSteps:
         # (skipped steps, those that need a warning), not read yet
         self._on_device: Tensor | None = None
 
-    def add(self, step: int, cause: str) -> None:
+    def add(self, step: int, cause: Callable[[], str] | None) -> None:
         """Count a step that the host knows to be bad; warn the first time.
 
         Args:
-            cause: what gave the bad values; if empty, there is no warning.
+            cause: returns which values are bad, as a clause; ``None``: there is no warning.
         """
         self._known += 1
-        if cause:
-            self._warn(f"step {step} was", cause)
+        if cause is not None and not self._warned:
+            self._warn(f"step {step} was", cause())
 
     def add_on_device(self, bad: Tensor, quietly: Tensor | None) -> None:
         """Count a step if ``bad`` is true, without a warning if ``quietly`` is; boolean scalars."""
@@ -50,13 +53,23 @@ class SkippedSteps:
     def restore(self, count: int) -> None:
         self._known, self._on_device = count, None
 
-    def _warn(self, what: str, cause: str = "the batch") -> None:
+    def _warn(self, what: str, cause: str = "gradients or a Fisher norm were not finite") -> None:
         if self._warned:
             return
         self._warned = True
         warnings.warn(
-            f"{what} skipped: {cause} gave gradients, statistics or a Fisher norm that are not "
-            "finite. Parameters and buffers are unchanged; further skipped steps are only counted, "
-            "in diagnostics['skipped_steps'].",
+            f"{what} skipped: {cause}. Parameters and buffers are unchanged; further skipped steps "
+            "are only counted, in diagnostics['skipped_steps'].",
             stacklevel=2,
         )
+
+
+def cause(model: nn.Module, ranks: str) -> str:
+    """Return which values of a step are not finite, as a clause of a sentence.
+
+    Args:
+        ranks: the ranks that gave them; empty in one process.
+    """
+    if ranks:
+        return f"{ranks} gave gradients, statistics or a Fisher norm that are not finite"
+    return bad_values(model)

@@ -1,27 +1,28 @@
 """Schedule-free Adam in coordinates in which the inputs of every layer are white."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kfc._helpers import at_least_float32, moved, require_keys, require_number, require_whole
+from kfc._helpers import at_least_float32, moved, require_number, require_whole
 from kfc.curvature.damping import Damping
 from kfc.curvature.options import Whitening
 from kfc.distributed.options import Parallel
-from kfc.fisher.compiled import outside_of_compiled_graphs
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.layers import MatrixLayer, Plan
 from kfc.optimizers.adam import SQUARE, STEP, normalise_
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.bound import Excess, LossBound, excess_loss, sum_of_products
+from kfc.optimizers.checkpoints import Component
 from kfc.optimizers.costs import Costs
 from kfc.optimizers.engine import Engine
 from kfc.optimizers.groups import require_hyper_parameters
 from kfc.optimizers.rotation import BASIS, GRAM, OutputRotation
-from kfc.optimizers.schedule_free import FAST, ScheduleFree
-from kfc.optimizers.versions import check_version
+from kfc.optimizers.saved import Part
+from kfc.optimizers.schedule_free import FAST, WIDE, ScheduleFree
 from kfc.schedule import Budget, Periods, Stretch
 
 Vector = dict[str, Tensor]
@@ -143,22 +144,16 @@ class WhitenedAdam(CurvatureOptimizer):
         self._rotation = None
         if rotation_period is not None:
             self._rotation = OutputRotation(engine.plan, rotation_period, whitening.max_factor_size)
+        self._compare_ranks(
+            likelihood=likelihood, loss_bound=loss_bound, rotation_period=rotation_period
+        )
 
-    @torch.no_grad()
-    @outside_of_compiled_graphs(callees=True)
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters once.
-
-        Args:
-            closure: clears the gradients, computes the loss, calls ``backward()`` and returns the
-                loss, as for ``torch.optim.SGD``.
-        """
-        loss = self._loss_of(closure)
+    def _make_step(self, loss: Any) -> None:
         loss_scale, overflow = self._unscale_()
         gradients = self.engine.gradients()
         batch = self.engine.begin_step(gradients, loss_scale, overflow)
         if batch is None:
-            return loss
+            return
 
         self.engine.update_(batch)  # T_s: moving average of Ω
         self.engine.refresh_inverses(self._layer_damping)  # T_f: L⁻¹ of Ω + δ I = L Lᵀ
@@ -173,7 +168,6 @@ class WhitenedAdam(CurvatureOptimizer):
         with self.engine.schedule.timed("update"):
             self._move_(update, self.engine.in_doubt)  # z ← z + v - lr λ θ; θ = β₁ x + (1 - β₁) z
         self.engine.end_step()
-        return loss
 
     def _layer_damping(self, layer: str) -> Damping:
         """Return the damping of a layer, as a fraction of Ω's mean eigenvalue."""
@@ -278,6 +272,8 @@ class WhitenedAdam(CurvatureOptimizer):
         if isinstance(loss, Tensor):
             is_exact = torch.isfinite(excess)
             excess = excess_loss(self.engine, loss)
+        if not self.engine.is_asynchronous:
+            self.engine.divergence.see(excess.item())
         usual = self._bound.without_outliers(excess, self.engine.in_doubt, is_exact)
         return Excess(excess, usual, is_exact)
 
@@ -340,15 +336,20 @@ class WhitenedAdam(CurvatureOptimizer):
         rotation = [] if self._rotation is None else [self._rotation.describe()]
         return [*rotation, self.engine.collector.losses.describe()]
 
-    def _state_shape(self, plan: Plan, name: str, part: str, shape: list[int]) -> list[int]:
+    def _state_part(self, plan: Plan, name: str, part: str) -> Part | None:
+        shape: Sequence[int] = self.engine.members[name].shape
         if part == STEP:
-            return []
-        if name not in plan.layer_of or part not in (SQUARE, GRAM, BASIS):
-            return shape
-        geometry = plan.layers[plan.layer_of[name][0]]
-        assert isinstance(geometry, MatrixLayer)
-        columns, rows = geometry.factor_sizes()
-        return [geometry.groups, rows, columns if part == SQUARE else rows]
+            return Part((), low=0, is_whole=True)
+        is_matrix = name in plan.layer_of and part in (SQUARE, GRAM, BASIS)
+        if not (is_matrix or part in (SQUARE, FAST, WIDE)):
+            return None
+        if is_matrix:
+            geometry = plan.layers[plan.layer_of[name][0]]
+            assert isinstance(geometry, MatrixLayer)
+            columns, rows = geometry.factor_sizes()
+            shape = geometry.groups, rows, columns if part == SQUARE else rows
+        low = 0.0 if part == SQUARE else -math.inf
+        return Part(shape, low=low, is_symmetric=part == GRAM)
 
     @property
     def step_diagnostics(self) -> dict[str, Any]:
@@ -364,31 +365,14 @@ class WhitenedAdam(CurvatureOptimizer):
 
     # Checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        bound = None if self._bound is None else self._bound.state_dict()
-        rotation = None if self._rotation is None else self._rotation.state_dict()
-        iterates = self._iterates.state_dict()
-        own = {"loss_bound": bound, "iterates": iterates, "rotation": rotation}
-        return {**super().state_dict(), **own}
+    _required_components = ("iterates",)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        check_version(state_dict)
-        parts = {
+    def _components(self) -> Mapping[str, Component | None]:
+        return {
             "loss_bound": self._bound,
             "iterates": self._iterates,
             "rotation": self._rotation,
         }
-        require_keys("optimizer state", state_dict, parts)
-        saved = [
-            (part, state_dict[name])
-            for name, part in parts.items()
-            if part is not None and state_dict[name] is not None
-        ]
-        for part, state in saved:
-            part.check_state(state)
-        super().load_state_dict(state_dict)
-        for part, state in saved:
-            part.load_state_dict(state)
 
 
 def _copied(gradient: Tensor) -> Tensor:

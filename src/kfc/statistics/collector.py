@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,13 +27,12 @@ from kfc.statistics.clock import Clock
 from kfc.statistics.draws import Draws
 from kfc.statistics.observation import Arrival, Observation, count_examples, share_of_dropped
 from kfc.statistics.outputs import on_derivative
+from kfc.statistics.passes import Knowledge, Passes
 from kfc.statistics.replays import Replays
 from kfc.statistics.terms import StepTerms
 
 Moments = dict[str, tuple[Moment, ...]]
 Gathered = tuple[Moments, float]
-# The number of passes that wait for a backward pass with their graph, and without it.
-MAX_WAITING, MAX_UNUSED = 4, 1024
 
 
 class Collector:
@@ -48,9 +47,8 @@ class Collector:
 
     Attributes:
         buffers: the model's buffers before the first forward pass since the last step.
-        loss_scale: the factor of the loss that gradients do not have; known once a step begins.
         records_random_state: whether passes will be run again from their initial random state.
-        is_guess: whether weights were assumed before the examples of a step were known.
+        known: what backward passes have told about the loss.
         clock: measures the time of gathering statistics.
         terms: the terms of the loss in the passes of the step in progress.
         draws, replays: how statistics are gathered from whole passes, and from parts of a step.
@@ -69,12 +67,10 @@ class Collector:
         exact = curvature.options.fisher == "exact"
         self.draws = Draws(model, losses, reducer, exact=exact, seed=seed)
         self.buffers = BufferGuard(model)
-        self._observations: list[Observation] = []
+        self.known = Knowledge(losses, self.draws.generator)
+        self._passes = Passes(self.known)
         self.terms = StepTerms(losses)
         self._reached: set[Node] = set()
-        self.loss_scale: float | Tensor = 1.0
-        self._expected_examples: int | None = None
-        self.is_guess = False
         self._is_gathering = False
         self.records_random_state = False
         self.clock = Clock()
@@ -107,26 +103,22 @@ class Collector:
         """Forget what was collected since the last step."""
         self._reducer.drop()
         self._batch = BatchStatistics()
-        self._observations.clear()
+        self._passes.clear()
         self.terms.begin(0, 1.0)
         self.buffers.forget()
         self.clock.reset()
         self.replays.end_step()
 
     def drop_backward(self) -> None:
-        """Forget passes whose backward pass has come, because its gradients were dropped."""
-        if any(each.derivatives for each in self._observations):
-            waiting = [each for each in self._observations if not each.derivatives]
-            self._reducer.drop()
+        """Undo the backward passes since the last step, because their gradients were dropped."""
+        if self._passes.undo_backward():
+            self._reducer.drop_sent()
             self._batch = BatchStatistics()
-            self._observations[:] = waiting
 
-    def expected(self) -> dict[str, Any]:
-        """Return what the next step should have in common with the last, for ``expect()``."""
-        return {"examples": self._expected_examples, "loss_scale": float(self.loss_scale)}
-
-    def expect(self, examples: int | None, loss_scale: float) -> None:
-        self._expected_examples, self.loss_scale = examples, loss_scale
+    def undo(self) -> None:
+        """Undo everything since the last step, but not what forward passes do to the model."""
+        self._passes.undo_step()
+        self.drop()
 
     @contextmanager
     def estimation(self, *, has_loss: bool) -> Iterator[None]:
@@ -137,10 +129,14 @@ class Collector:
         """
         due = self._due
         self.drop()
+        before = self.known.snapshot(draws=True)
         self._due = self._estimating = True
         self._has_loss = has_loss
         try:
             yield
+        except BaseException:
+            self.known.restore(before)
+            raise
         finally:
             self.drop()
             self._due, self._estimating, self._has_loss = due, False, True
@@ -166,8 +162,8 @@ class Collector:
         if self.clock.started is None:
             self.clock.start()
             self._reducer.begin_step(self._step)
-            if wanted and not self._estimating:
-                self.replays.decide(max(size, self._expected_examples or 0))
+        if wanted and not self._estimating:
+            self._passes.follow(self.replays, max(size, self.known.examples or 0))
         if not self._estimating:
             # DistributedDataParallel changes buffers between passes; checkpointing, in backward.
             is_unused = self._reducer.owns_buffers and not self.observations
@@ -188,14 +184,23 @@ class Collector:
         # A layer that runs for the first time, or was unfrozen, cannot wait for the next due step.
         return self._curvature.layers_without_statistics()
 
-    def end_pass(self, call: ModelCall, output: Any, recorded: RecordedPass | None) -> None:
-        """Process a forward pass in training mode; its statistics wait for its backward pass."""
+    def end_pass(
+        self,
+        call: ModelCall,
+        output: Any,
+        recorded: RecordedPass | None,
+        elements: Mapping[str, int],
+    ) -> None:
+        """Process a forward pass in training mode; its statistics wait for its backward pass.
+
+        Args:
+            elements: the number of elements of the outputs of layers, if a part will be replayed.
+        """
         outputs = self.losses.select(output)
         if recorded is not None and not recorded.calls:
             recorded = None
-        observation = Observation(call, outputs, recorded)
-        self._observations.append(observation)
-        self._limit_waiting()
+        observation = Observation(call, outputs, recorded, elements)
+        self._passes.add(observation)
         if recorded is not None:
             self.losses.note_layers(observation.output_layers)
             recorded.end_forward(observation.examples, outputs.values())
@@ -212,16 +217,6 @@ class Collector:
                 on_derivative(output, selected, self.losses.output, name, act)
             self._reducer.watch(selected)
 
-    def _limit_waiting(self) -> None:
-        """Drop passes that no backward pass has used for a long time, as in an evaluation."""
-        if len(self._observations) <= MAX_WAITING:
-            return
-        unused = [each for each in self._observations if not each.derivatives]
-        for each in unused[:-MAX_UNUSED]:
-            self._observations.remove(each)
-        for each in [each for each in unused if each.recorded][:-MAX_WAITING]:
-            each.drop_graph()
-
     # Backward passes
 
     def on_derivative(self, observation: Observation, name: str, derivative: Tensor | None) -> None:
@@ -230,15 +225,24 @@ class Collector:
         Args:
             derivative: the derivative of the loss in the output; ``None`` if unknown.
         """
-        if self._is_gathering or observation not in self._observations:
+        if self._is_gathering or observation not in self._passes:
             return
         # Gradients in the inputs, for instance, are not those of a training step.
-        if not (self._estimating or will_reach(self.model.parameters(), self._reached)):
+        model = self.model
+        reached = "unknown" if self._estimating else will_reach(model.parameters(), self._reached)
+        if reached == "nothing":
             return
+        self._passes.undo_failed()
+        if reached == "gradients":
+            if self._passes.gradients_are_gone(model.parameters()):
+                self.drop_backward()
+            observation.note_gradients()
+        draws = observation.recorded is not None or self.replays.are_active
+        self._passes.begin_backward(observation, draws=draws)
         try:
             self._add_derivative(observation, name, derivative)
         except BaseException:
-            self._observations.remove(observation)  # its statistics are incomplete
+            self._passes.undo(observation)
             raise
         gathered = None
         if self._fisher != "empirical" and len(observation.derivatives) == len(observation.edges):
@@ -249,9 +253,10 @@ class Collector:
     def _complete(self, observation: Observation, gathered: Gathered | None) -> None:
         """Count a pass whose backward pass did not fail."""
         observation.complete()
-        if gathered is not None and observation in self._observations:
+        if gathered is not None and observation in self._passes:
             self._add_moments(observation, *gathered)
             if self._due and not self._estimating:
+                self._prepare_exchange()
                 with self.clock.timed("backward"):
                     self._reducer.send_(self._batch, self._wanted())
 
@@ -270,13 +275,13 @@ class Collector:
             return
         if not (is_first or loss.is_read):
             return  # as in weights_by_pass
-        examples, scale = observation.examples, self.loss_scale
+        examples, scale = observation.examples, self.known.loss_scale
         if self._estimating:
             scale = 1.0
-        elif self._expected_examples is not None:
-            examples = self._expected_examples
+        elif self.known.examples is not None:
+            examples = self.known.examples
         elif not loss.is_read:
-            self.is_guess = True
+            self.known.guess()
         weights = self.losses.terms(name, outputs, derivative, examples, scale).weights
         with self.clock.timed("backward"), self._gathering():
             # On the scale of one example until the total is known. Before the backward pass, which
@@ -296,7 +301,7 @@ class Collector:
         with self.clock.timed("backward"), torch.no_grad(), without_autocast(device):
             if is_empirical:
                 recorded.end_draw()
-                self.terms.begin(count_examples(self.observations), self.loss_scale)
+                self.terms.begin(count_examples(self.observations), self.known.loss_scale)
                 scale = self.terms.empirical_scale(observation)
             moments = recorded.moments()
         observation.forget_graph()
@@ -308,11 +313,11 @@ class Collector:
             with torch.no_grad():
                 self._batch.add(moments, observation.examples, scale)
         if self._estimating:
-            self._observations.remove(observation)
+            self._passes.remove(observation)
 
     def end_estimate(self) -> None:
         """End a pass of an estimate, also if the loss does not use all outputs."""
-        for each in list(self._observations):
+        for each in self._passes:
             self._add_moments(each, *self._end_gathering(each))
 
     @contextmanager
@@ -329,14 +334,14 @@ class Collector:
     @property
     def observations(self) -> list[Observation]:
         """The forward passes since the last step that a backward pass followed."""
-        return [each for each in self._observations if each.derivatives and each.is_complete]
+        return self._passes.complete()
 
     def weights(self, observation: Observation) -> dict[str, Weights]:
         """Return the weights of the terms of every output, without the loss scale.
 
         Those of several backward passes are added.
         """
-        scale = self.loss_scale if self.losses.is_summed else 1.0
+        scale = self.known.loss_scale if self.losses.is_summed else 1.0
         return {
             name: sum(self.weights_by_pass(observation, name)) / scale
             for name in observation.derivatives
@@ -354,9 +359,11 @@ class Collector:
         Args:
             loss_scale: the factor of the user's loss that its gradients do not have any more.
         """
-        self.loss_scale = loss_scale
+        self._prepare_exchange()
+        self._passes.undo_failed()
+        self._passes.begin_step(draws=self.replays.are_active)
         examples = count_examples(self.observations)
-        self._expected_examples = examples or None
+        self.known.expect(examples or None, loss_scale)
         self.terms.begin(examples, loss_scale)
         for observation in self.observations:
             self._add_moments(observation, *self._end_gathering(observation))
@@ -372,6 +379,10 @@ class Collector:
             scale /= float(loss_scale) if self.losses.is_summed else 1.0
             batch.scale(scale * share_of_dropped(self.observations))
         return batch
+
+    def _prepare_exchange(self) -> None:
+        passes, training = len(self.observations), self.model.training
+        self._reducer.prepare(self._step, passes, training=training)
 
     def _replay(self) -> None:
         """Gather statistics from a part of the step's examples, with passes of their own."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
@@ -99,6 +100,18 @@ class FunctionalCalls(TorchFunctionMode):
         padded = F.pad(output, (start, len(own["weight"]) - stop))
         self._note(name, arguments["input"], padded)
         return padded[..., start:stop].contiguous()
+
+    def abandon(self) -> bool:
+        """Stop recording an interrupted pass, and leave the mode; return whether it was possible.
+
+        If another mode was entered since, this one stays behind it, without effect.
+        """
+        self._names, self._waiting = {}, None
+        current = getattr(torch.overrides, "_get_current_function_mode", lambda: self)
+        is_last: bool = current() is self
+        if is_last:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return is_last
 
     def drop_waiting(self, layer: str) -> None:
         """Process a hook of a layer's module, whose call is not to be recorded twice."""

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from kfc._helpers import require_keys, require_whole
+from kfc._helpers import require_keys, require_whole, shown
+from kfc.curvature.saved import require_tensor
 
 
 class OwnGenerator:
@@ -29,6 +30,18 @@ class OwnGenerator:
             self._to_restore = None
         return self._generator
 
+    def snapshot(self) -> tuple[Any, ...]:
+        """Return the state, to be passed to ``restore()``."""
+        generator = self._generator
+        state = None if generator is None else generator.get_state()
+        return generator, state, self._to_restore
+
+    def restore(self, snapshot: tuple[Any, ...]) -> None:
+        """Return to an earlier state."""
+        self._generator, state, self._to_restore = snapshot
+        if self._generator is not None:
+            self._generator.set_state(state)
+
     def state_dict(self) -> dict[str, Any]:
         saved = self._to_restore
         if self._generator is not None:
@@ -40,14 +53,25 @@ class OwnGenerator:
         """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
         require_keys("generator state", saved, ("seed", "device", "state"))
         assert isinstance(saved, Mapping)
-        require_whole("the generator's seed", saved["seed"], low=None)
-        state = saved["state"]
-        if state is not None and not isinstance(state, torch.Tensor):
-            raise ValueError(f"the generator's state must be a tensor, got {type(state).__name__}")
+        seed, device, state = saved["seed"], saved["device"], saved["state"]
+        require_whole("the generator's seed", seed, low=None)
+        if not -(2**63) <= seed < 2**64:
+            raise ValueError(f"the generator's seed must have at most 64 bits, got {seed}")
+        if device is None and state is None:
+            return
+        if not isinstance(device, str) or not device.isidentifier():
+            raise ValueError(f"the generator's device must be a name, got {shown(device)}")
+        require_tensor("the generator's state", state, dtypes=(torch.uint8,))
+        try:
+            if device == "cpu":
+                torch.Generator().set_state(state.cpu())
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"the generator's state is none of a generator: {reason}") from error
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.seed = saved["seed"]
         self._generator = None
         self._to_restore = None
         if saved["state"] is not None:
-            self._to_restore = saved["device"], saved["state"].to("cpu", torch.uint8, copy=True)
+            self._to_restore = saved["device"], saved["state"].to("cpu", copy=True)

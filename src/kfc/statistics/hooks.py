@@ -91,10 +91,7 @@ class ModelHooks:
         self._handles.append(register(hook, with_kwargs=True, **options))
 
     def _before_model(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        interrupted = self.eager_pass()
-        if interrupted is not None:
-            interrupted.drop()
-        self._thread.running, self._thread.recorded, self._thread.eager = False, None, None
+        self._end_interrupted()
         collector = self._collector()
         if collector is not None and collector.draws.replayed is not None:
             self._record_in(collector.draws.replayed)
@@ -115,6 +112,21 @@ class ModelHooks:
         if self.needs_layers:
             self._thread.eager = EagerPass()
 
+    def _end_interrupted(self) -> None:
+        """End what a pass has left that was interrupted, for instance by Ctrl-C, without hooks."""
+        interrupted = self.eager_pass()
+        if interrupted is not None:
+            interrupted.drop()
+        entered: list[FunctionalCalls] = getattr(self._thread, "entered", [])
+        if getattr(self._thread, "calls", None) is not None:
+            entered = [*entered, self._thread.calls]
+        if entered:
+            self._thread.entered = [calls for calls in reversed(entered) if not calls.abandon()][
+                ::-1
+            ]
+        self._thread.running, self._thread.recorded, self._thread.eager = False, None, None
+        self._thread.calls, self._thread.elements = None, {}
+
     @outside_of_compiled_graphs(callees=False)
     def eager_pass(self) -> EagerPass | None:
         """Return what makes the pass of this thread eager; ``None`` if it may be compiled."""
@@ -127,13 +139,14 @@ class ModelHooks:
             self._thread.calls = calls = FunctionalCalls(recorded, self._layers)
             calls.__enter__()  # type: ignore[no-untyped-call]
 
-    def _end_calls(self) -> None:
+    def _end_calls(self, *, failed: bool) -> None:
         calls: FunctionalCalls | None = getattr(self._thread, "calls", None)
         if calls is not None:
             self._thread.calls = None
             calls.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            calls.record_waiting()
-            self._functional |= calls.found
+            if not failed:
+                calls.record_waiting()
+                self._functional |= calls.found
 
     def _after_layer(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
@@ -142,7 +155,8 @@ class ModelHooks:
         if recorded is None and getattr(self._thread, "running", False):
             collector = self._collector()
             if collector is not None and isinstance(output, Tensor):
-                collector.replays.note_output(name, output.numel())
+                elements: dict[str, int] = self._thread.elements
+                elements[name] = elements.get(name, 0) + output.numel()
         if recorded is None or name not in recorded.wanted or not self._layers[name].trained():
             return
         if self._thread.calls is not None:
@@ -154,10 +168,11 @@ class ModelHooks:
     def _after_model(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         recorded: RecordedPass | None = getattr(self._thread, "recorded", None)
         running = getattr(self._thread, "running", False)
-        self._end_calls()
-        self._thread.running, self._thread.recorded = False, None
-        collector = self._collector()
         failed = output is None and sys.exc_info()[0] is not None
+        self._end_calls(failed=failed)
+        elements: dict[str, int] = getattr(self._thread, "elements", {})
+        self._thread.running, self._thread.recorded, self._thread.elements = False, None, {}
+        collector = self._collector()
         if collector is None or not running:
             return
         collector.buffers.after_pass()
@@ -166,7 +181,7 @@ class ModelHooks:
         if recorded is not None and recorded.without_gradient:
             _refuse_reentrant_checkpointing(recorded.without_gradient, output)
         call = ModelCall(args, kwargs, autocast_of(model), self._thread.random_state)
-        collector.end_pass(call, output, recorded)
+        collector.end_pass(call, output, recorded, elements)
 
 
 class _Hook:

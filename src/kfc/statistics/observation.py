@@ -1,7 +1,8 @@
 """What is known of one forward pass: its outputs, and what its backward pass brings."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from torch import Size, Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -23,15 +24,27 @@ class Observation:
         recorded: the calls of the layers; ``None`` if they are not needed, or no longer.
         edges: where the derivatives arrive, and the shape that they have there.
         output_layers: the recorded layers that compute each output.
+        elements: the number of elements of the outputs of layers, if the pass is to be replayed.
+        before: what was before its last backward pass.
+        task: a number of that backward pass.
+        has_gradients: whether that backward pass adds to the gradients of parameters.
     """
 
     def __init__(
-        self, call: ModelCall, outputs: Mapping[str, Tensor], recorded: RecordedPass | None
+        self,
+        call: ModelCall,
+        outputs: Mapping[str, Tensor],
+        recorded: RecordedPass | None,
+        elements: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.call = call
         self.outputs = {name: tensor.detach().clone() for name, tensor in outputs.items()}
         self.derivatives: dict[str, list[Tensor | None]] = {}
         self.is_complete = self.was_dropped = False
+        self.elements = elements
+        self.before: Any = None
+        self.task: int | None = None
+        self.has_gradients = False
         self.recorded = recorded
         self.edges: dict[str, tuple[GradientEdge, Size]] = {}
         self.output_layers: dict[str, set[str]] = {}
@@ -48,6 +61,22 @@ class Observation:
 
     def add_derivative(self, name: str, derivative: Tensor | None) -> None:
         self.derivatives.setdefault(name, []).append(derivative)
+
+    def begin_backward(self, before: Any, task: int | None) -> None:
+        """Record what was before a backward pass, and a number of it, if it has begun."""
+        if self.before is None or task != self.task:
+            self.before, self.task = before, task
+
+    def note_gradients(self) -> None:
+        """Record that a backward pass adds to the gradients of parameters."""
+        self.has_gradients = True
+
+    def fail(self) -> None:
+        """Forget a backward pass that failed; no statistics can be gathered from this pass."""
+        self.derivatives = {}
+        self.before = None
+        if self.recorded is not None:
+            self.drop_graph()
 
     def complete(self) -> None:
         """Record that a backward pass came to its end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -42,12 +43,9 @@ class Replays:
         self._ranks = ranks
         self._can_cut = True
         self.are_active = False
-        # The number of elements of every layer's outputs in the step.
-        self._elements: dict[str, int] = {}
 
     def end_step(self) -> None:
         self.are_active = False
-        self._elements = {}
 
     def decide(self, examples: int) -> None:
         """Decide whether to replay a part of a step, or go backward from all its outputs.
@@ -63,11 +61,6 @@ class Replays:
         is_cheaper = self._can_cut and 2 * part <= examples
         possible = self._are_possible and self._fraction < 1
         return possible and (is_cheaper or self._ranks > 1)
-
-    def note_output(self, name: str, elements: int) -> None:
-        """Record a call of a layer in the user's own forward pass, if a part will be replayed."""
-        if self.are_active:
-            self._elements[name] = self._elements.get(name, 0) + elements
 
     def examples_used(self, examples: int, elements: Mapping[str, int]) -> int:
         """Return the number of examples that the statistics of a step are gathered from.
@@ -107,7 +100,10 @@ class Replays:
         wanted = self._curvature.trained_layers() if due else self._missing(batch)
         if not wanted:
             return
-        count = self.examples_used(count_examples(observations), self._elements)
+        elements: Counter[str] = Counter()
+        for each in observations:
+            elements.update(each.elements)
+        count = self.examples_used(count_examples(observations), elements)
         parts = first_part(observations, count, FEWEST_EXAMPLES)
         # A layer that runs for the first time may run in other passes only.
         rest = [Part(each, each.examples) for each in observations[len(parts) :]]
@@ -137,7 +133,7 @@ class Replays:
         try:
             recorded = self._replayed(part, wanted, weights)
         except Exception as error:
-            if part.is_whole:
+            if part.is_whole or not self._fails_again(part, wanted, weights):
                 raise
             self._can_cut = False
             warnings.warn(
@@ -150,6 +146,14 @@ class Replays:
             recorded = self._replayed(part, wanted, weights)
         with torch.no_grad():
             batch.add(recorded.moments(), part.count)
+
+    def _fails_again(self, part: Part, wanted: Collection[str], weights: WeightsByPass) -> bool:
+        """Return whether a replay fails a second time; otherwise the part is not the reason."""
+        try:
+            self._replayed(part, wanted, weights)
+        except Exception:
+            return True
+        return False
 
     def _replayed(
         self,

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kfc
 from kfc.distributed.options import PlacementKind
+from kfc.distributed.ranks import leave_group
 from kfc.lab.networks import build
 from kfc.lab.planning.machine import seconds_of
 from kfc.schedule import longest
@@ -91,6 +92,14 @@ def _train(
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
+    measured = _measured(subject, ranks, placement)
+    if rank == 0:
+        Path(folder, "seconds").write_text(" ".join(map(str, measured)))
+    leave_group()
+
+
+def _measured(subject: Subject, ranks: int, placement: PlacementKind) -> Measured:
+    """Return the times of this rank and the others together."""
     plain, model = subject.model(), subject.model()
     run = DistributedDataParallel(model) if ranks > 1 else model
     parallel = kfc.Parallel(placement=placement)
@@ -100,10 +109,8 @@ def _train(
     for _ in range(cycle):
         step()
     before, own, after = (_mean_seconds(each, cycle) for each in (passes, step, passes))
-    if rank == 0:
-        Path(folder, "seconds").write_text(f"{(before + after) / 2} {own}")
     optimizer.close()
-    dist.destroy_process_group()
+    return Measured((before + after) / 2, own)
 
 
 def _mean_seconds(step: Callable[[], object], count: int) -> float:

@@ -93,8 +93,7 @@ def joined(launch: Launch, timeout: float) -> Iterator[Ranks]:
     try:
         ranks = _join(launch, timeout)
         yield ranks
-        ranks.any(False)  # wait for all ranks; not after an error, when some might never come
-        dist.destroy_process_group()
+        ranks.leave()  # waits for all ranks; not after an error, when some might never come
     except Exception as error:
         errors.record_exception(error)
         raise
