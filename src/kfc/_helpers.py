@@ -2,6 +2,7 @@
 
 import gc
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
