@@ -75,6 +75,8 @@ class RecordedPass:
         self._new_statistics = new_statistics
         self._statistics: dict[str, LayerStatistics] = {}
         self._during_backward = during_backward
+        # The calls whose derivatives the user's backward pass brings, by number.
+        self._hooked: dict[int, LayerCall] = {}
         self._clock_device = clock_device
         self._split: tuple[list[EdgeAndCall], list[EdgeAndCall]] | None = None
         self._outputs: list[weakref.ref[Tensor]] = []
@@ -104,8 +106,9 @@ class RecordedPass:
         self.calls.append((edge, call))
         self._outputs.append(weakref.ref(output))
         if self._during_backward:
-            # Without the edge, which would keep the graph alive in a cycle.
-            hook = partial(self._on_user_backward, [call], edge.output_nr)
+            # The graph must not keep this pass alive, which may keep the graph alive.
+            self._hooked[len(self.calls)] = call
+            hook = partial(_on_user_backward, weakref.ref(self), len(self.calls), edge.output_nr)
             edge.node.register_prehook(hook)
 
     def end_forward(self, examples: int, outputs: Iterable[Tensor]) -> None:
@@ -195,27 +198,33 @@ class RecordedPass:
     ) -> None:
         call.add(derivatives[output_nr], self.examples)
 
-    @outside_of_compiled_graphs(callees=True)
-    def _on_user_backward(
-        self, call: list[LayerCall], output_nr: int, derivatives: tuple[Tensor | None, ...]
-    ) -> None:
-        """Gather a derivative in the user's own backward pass.
-
-        Args:
-            call: in a list that is emptied when autograd frees its buffers: the graph lives for as
-                long as the user holds the loss.
-        """
-        if self.examples and derivatives[output_nr] is not None and call:
+    def gather(self, number: int, derivative: Tensor | None) -> None:
+        """Gather the derivative of a call in the user's own backward pass."""
+        call = self._hooked.get(number)
+        if self.examples and derivative is not None and call is not None:
             with self._timed():
-                call[0].add(derivatives[output_nr], self.examples)
-            if not keeps_graph():
-                call.clear()
+                call.add(derivative, self.examples)
+            if not keeps_graph():  # autograd frees its buffers, too
+                del self._hooked[number]
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
         start = now(self._clock_device)
         yield
         self.seconds += now(self._clock_device) - start
+
+
+@outside_of_compiled_graphs(callees=True)
+def _on_user_backward(
+    owner: Callable[[], RecordedPass | None],
+    number: int,
+    output_nr: int,
+    derivatives: tuple[Tensor | None, ...],
+) -> None:
+    """Report a derivative to a recorded pass, unless the pass is forgotten."""
+    recorded = owner()
+    if recorded is not None:
+        recorded.gather(number, derivatives[output_nr])
 
 
 def nodes_with_descendants(nodes: Collection[Node]) -> set[Node]:

@@ -71,8 +71,7 @@ class Collector:
         self._passes = Passes(self.known)
         self.terms = StepTerms(losses)
         self._reached: set[Node] = set()
-        self._is_gathering = False
-        self.records_random_state = False
+        self._is_gathering = self.records_random_state = False
         self.clock = Clock()
         self._curvature = curvature
         self._fisher = curvature.options.fisher
@@ -162,9 +161,11 @@ class Collector:
         if self.clock.started is None:
             self.clock.start()
             self._reducer.begin_step(self._step)
-        if wanted and not self._estimating:
-            self._passes.follow(self.replays, max(size, self.known.examples or 0))
         if not self._estimating:
+            if self._passes.gradients_are_gone(self.model.parameters()):
+                self.drop_backward()
+            if wanted:
+                self._passes.follow(self.replays, max(size, self.known.examples or 0))
             # DistributedDataParallel changes buffers between passes; checkpointing, in backward.
             is_unused = self._reducer.owns_buffers and not self.observations
             self.buffers.before_pass(may_wait=self._due, is_unused=is_unused)
@@ -381,8 +382,7 @@ class Collector:
         return batch
 
     def _prepare_exchange(self) -> None:
-        passes, training = len(self.observations), self.model.training
-        self._reducer.prepare(self._step, passes, training=training)
+        self._reducer.prepare(self._step, len(self.observations), training=self.model.training)
 
     def _replay(self) -> None:
         """Gather statistics from a part of the step's examples, with passes of their own."""
