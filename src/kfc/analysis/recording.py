@@ -126,8 +126,7 @@ class LayerRecord:
         """Return the rows (1, a_t) of a part of the examples, (examples, groups, |T|, n)."""
         layer, trained, rows = self.layer, self.layer.trained(), []
         for call in self.calls:
-            inputs = self._select(call.inputs, part).to(self.dtype)
-            outputs = self._select(call.outputs, part)
+            inputs, outputs = self.selected(call, part)
             columns = []
             if "bias" in trained:
                 columns.append(inputs.new_ones(*layer.derivative_rows(outputs).shape[:2], 1))
@@ -146,6 +145,11 @@ class LayerRecord:
             by_row = by_row.unflatten(1, (self.draws, part.stop - part.start, -1))
             rows.append(by_row.permute(1, 2, 0, 3, 4))
         return torch.cat(rows, dim=3)
+
+    def selected(self, call: LayerCall, part: slice) -> tuple[Tensor, Tensor]:
+        """Return a call's inputs, and a tensor like its outputs, for a part of the examples."""
+        inputs = self._select(call.inputs, part).to(self.dtype)
+        return inputs, self._select(call.outputs, part)
 
     def _select(self, tensor: Tensor, part: slice, dim: int = 0) -> Tensor:
         """Return a part of the examples; frames folded into the batch stay with their example."""

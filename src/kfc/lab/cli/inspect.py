@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Annotated, Any
@@ -21,11 +23,14 @@ from kfc.lab.components import require_network
 from kfc.lab.config import OPTIONS, RunConfig, make_config
 from kfc.lab.data import load
 from kfc.lab.data.loading import create_data_folder
+from kfc.lab.inspection.advice import DEFAULT_OVERHEAD
+from kfc.lab.inspection.advice import advise as advice_for
 from kfc.lab.inspection.networks import PARAMETERS, InspectedNetwork, inspected_network
 from kfc.lab.inspection.results import FORMAT, PANEL, Inspection, InspectionSettings
-from kfc.lab.inspection.runner import STEPS, inspect_network, selected_layers
+from kfc.lab.inspection.runner import FIRST_STEP, inspect_network, selected_layers
 from kfc.lab.options import ConfigError, not_one_of, options_of
 from kfc.lab.report import inspection as report
+from kfc.lab.report.advice import advice_notes, advice_rows
 from kfc.lab.runs import Record, read_record
 
 PAGE = Path("inspect.html")
@@ -54,6 +59,22 @@ def inspect(
         str | None,
         typer.Option(help="Parameters of a run: averaged (default) or raw.", rich_help_panel=PANEL),
     ] = None,
+    advise: Annotated[
+        bool,
+        typer.Option(
+            "--advise",
+            help="Also advise how to train each network, and print a command for it.",
+            rich_help_panel=PANEL,
+        ),
+    ] = False,
+    overhead: Annotated[
+        float | None,
+        typer.Option(
+            help="Time that curvature may add to a training step, as a fraction, for --advise "
+            f"(default: {DEFAULT_OVERHEAD:g}).",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", help=f"HTML page to write; default: {PAGE}, none with --json."),
@@ -65,12 +86,13 @@ def inspect(
     create: Create = False,
     **values: Any,
 ) -> None:
-    """Test the assumptions of the Fisher approximations, and measure their accuracy.
+    """Measure what each assumption of the Fisher approximations loses, layer by layer.
 
     Inspects the networks of runs, or untrained ones. Prints a table of
     verdicts, and for each layer how far each approximation is from the exact
     block of the Fisher matrix. Writes a page with correlations over space and
     between maps, spectra and tables. Several networks are shown side by side.
+    Takes five minutes for each network, or the time of --budget.
 
     Examples:
 
@@ -78,7 +100,9 @@ def inspect(
 
       kfc inspect runs/max runs/average -o pooling.html
 
-      kfc inspect --net cuda-convnet --data cifar10 --layer conv2 --examples 64
+      kfc inspect --net cuda-convnet --data cifar10 --layer conv2 --budget 90s
+
+      kfc inspect runs/max --advise --overhead 0.1
 
       kfc inspect runs/max --layer conv2 --json | jq '.inspections[0].layers[0].assumptions'
     """
@@ -89,6 +113,8 @@ def inspect(
         page = out or (None if as_json else PAGE)
         if page is not None and page.is_dir():
             raise typer.BadParameter(f"{page} is a folder; name a file", param_hint="--out")
+        if overhead is not None:
+            _require_overhead(overhead, advise)
         settings = _settings({name: given.pop(name) for name in SETTINGS if name in given})
         if (threads := given.pop("threads", None)) is not None:
             OPTIONS["threads"].check(threads)
@@ -99,7 +125,22 @@ def inspect(
             selected_layers(network, settings)
         if page is not None:
             _require_writable(page)
-        _publish(_inspect(networks, settings), page, as_json)
+        found = _inspect(networks, settings)
+        if advise:
+            found = [
+                replace(one, advice=advice_for(network, one, overhead or DEFAULT_OVERHEAD))
+                for network, one in zip(networks, found, strict=True)
+            ]
+        _publish(found, page, as_json)
+
+
+def _require_overhead(overhead: float, advise: bool) -> None:
+    if not advise:
+        raise typer.BadParameter("--overhead has no effect without --advise")
+    if not 0 < overhead < math.inf:
+        raise typer.BadParameter(
+            f"must be a positive number, got {overhead:g}", param_hint="--overhead"
+        )
 
 
 def _settings(chosen: dict[str, Any]) -> InspectionSettings:
@@ -137,7 +178,7 @@ def _networks(
         require_network(config)
     return [
         inspected_network(
-            config, load(config.problem.data, data_dir), settings.examples, record, parameters
+            config, load(config.problem.data, data_dir), settings, record, parameters
         )
         for config, record in chosen
     ]
@@ -166,7 +207,7 @@ def _inspect(
                 layer: str, step: str, part: float, label: str = network.label, task: Any = task
             ) -> None:
                 progress.update(task, completed=part, state=escape(f"{layer}: {step}"))
-                if step == STEPS[0] and not screen.errors.is_terminal:  # there is no moving bar
+                if step == FIRST_STEP and not screen.errors.is_terminal:  # there is no moving bar
                     screen.say(f"{label}: {layer}", on=screen.errors)
 
             found.append(inspect_network(network, settings, show))
@@ -192,7 +233,7 @@ def _publish(found: Sequence[Inspection], page: Path | None, as_json: bool) -> N
 
 def _print(inspection: Inspection) -> None:
     verdicts = [
-        (layer, *(cell.replace(" (", "\n(") for cell in cells))
+        (layer, *(cell.replace(" (", "\n(").replace(") ", ")\n") for cell in cells))
         for layer, *cells in report.verdict_rows(inspection)
     ]
     tables = [(inspection.label, verdicts)]
@@ -200,8 +241,10 @@ def _print(inspection: Inspection) -> None:
         if layer.comparison is not None:
             rows = [HEADER, *report.quality_rows(layer.comparison)[1:]]
             tables.append((f"{inspection.label}, {layer.name} ({layer.kind})", rows))
+    if inspection.advice is not None:
+        tables.append((f"{inspection.label}: advice", advice_rows(inspection.advice)))
     for title, rows in tables:
         table = screen.as_table(rows, escape(title), compact=True)
         screen.console.print(table, highlight=False)
-    for note in report.notes_of(inspection):
+    for note in [*report.notes_of(inspection), *advice_notes(inspection.advice)]:
         screen.say(note)
