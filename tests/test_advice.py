@@ -18,15 +18,15 @@ FEW = ("--examples", "8", "--batches", "3", "--reach", "2", "--threads", "1")
 def choices(**layers):
     """Return the choices of every layer from (seconds, value) by name."""
     return {
-        layer: {name: Choice(name, *numbers) for name, numbers in {PLAIN: (0.0, 0.1), **own}.items()}
+        layer: {
+            name: Choice(name, *numbers) for name, numbers in {PLAIN: (0.0, 0.1), **own}.items()
+        }
         for layer, own in layers.items()
     }
 
 
 def test_the_most_valuable_changes_come_first():
-    known = choices(
-        first={"kfc": (4.0, 5.1), "prong": (1.0, 3.1)}, second={"kfc": (4.0, 1.1)}
-    )
+    known = choices(first={"kfc": (4.0, 5.1), "prong": (1.0, 3.1)}, second={"kfc": (4.0, 1.1)})
 
     def chosen(allowance):
         return [choice.name for choice in allocate(known, allowance).values()]
@@ -72,7 +72,7 @@ def test_the_call_in_python_trains():
     inspection = inspect_small(network, approximations=("kfc", "sua"))
     model = small_network()
     for overhead in (1e9, 1e-12):
-        optimizer = eval(advise(network, inspection, overhead).call)  # noqa: S307 - our own
+        optimizer = eval(advise(network, inspection, overhead).call)
         torch.nn.functional.cross_entropy(model(network.images), network.labels).backward()
         optimizer.step()
         assert isinstance(optimizer, kfc.KFC)

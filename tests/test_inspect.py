@@ -142,7 +142,9 @@ def test_json_has_the_numbers_of_the_analysis(run, tmp_path):
     expected = analysis.correlations(record, 2).derivative_offsets
     torch.testing.assert_close(correlations, expected.float(), rtol=1e-3, atol=1e-5)
     batches = list(zip(images.split(8), labels.split(8), strict=True))
-    expected = analysis.measure_ladder(model, batches, ["3"], loss=F.cross_entropy, max_gib=0.5)["3"]
+    expected = analysis.measure_ladder(model, batches, ["3"], loss=F.cross_entropy, max_gib=0.5)[
+        "3"
+    ]
     assert layer["shape"] == list(expected.shape) == [1, 32, 145]
     assert layer["comparison"]["gradients"] == 80
     assert layer["comparison"]["batches"] == 3

@@ -50,7 +50,7 @@ class _ByProducts(Block):
         self.activations = Activations(record)
 
     def product(self, vector: Tensor) -> Tensor:
-        groups, rows, columns = self.shape
+        rows = self.shape[1]
         several = vector.reshape(-1, *self.shape)
         count = len(several)
         stacked = several.transpose(0, 1).flatten(1, 2)  # (groups, k · I, n)

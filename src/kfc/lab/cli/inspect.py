@@ -177,9 +177,7 @@ def _networks(
     for config, _ in chosen:
         require_network(config)
     return [
-        inspected_network(
-            config, load(config.problem.data, data_dir), settings, record, parameters
-        )
+        inspected_network(config, load(config.problem.data, data_dir), settings, record, parameters)
         for config, record in chosen
     ]
 

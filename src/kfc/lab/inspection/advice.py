@@ -52,9 +52,7 @@ def advise(network: InspectedNetwork, inspection: Inspection, overhead: float) -
     passes = _seconds_of_passes(network)
     choices = {name: _choices(found, costs[name]) for name, found in compared.items()}
     chosen = allocate(choices, overhead * passes)
-    layers = [
-        _layer_advice(found, chosen[name], choices) for name, found in compared.items()
-    ]
+    layers = [_layer_advice(found, chosen[name], choices) for name, found in compared.items()]
     curvature = _overall(choices, overhead * passes)
     return Advice(
         overhead,
@@ -66,9 +64,7 @@ def advise(network: InspectedNetwork, inspection: Inspection, overhead: float) -
     )
 
 
-def allocate(
-    choices: Mapping[str, Mapping[str, Choice]], allowance: float
-) -> dict[str, Choice]:
+def allocate(choices: Mapping[str, Mapping[str, Choice]], allowance: float) -> dict[str, Choice]:
     """Return a choice for every layer, whose times add up to at most the allowance.
 
     Starts with the plain gradient, and repeats the change with the largest value for its time.
@@ -107,9 +103,9 @@ def _choices(found: LayerComparison, seconds: Mapping[str, float]) -> dict[str, 
 
 def _overall(choices: Mapping[str, Mapping[str, Choice]], allowance: float) -> str:
     """Return the approximation with the largest value in all layers that fits, or the cheapest."""
-    common = [
-        name for name in TRAINABLE if all(name in known for known in choices.values())
-    ] or ["kfc"]
+    common = [name for name in TRAINABLE if all(name in known for known in choices.values())] or [
+        "kfc"
+    ]
     total = {
         name: (
             sum(known[name].seconds for known in choices.values() if name in known),
@@ -128,11 +124,11 @@ def _layer_advice(
 ) -> LayerAdvice:
     known = {layer: each["kfc"] for layer, each in choices.items() if "kfc" in each}
     own, plain = known.get(found.layer), choices[found.layer][PLAIN]
-    time, value = (sum(getattr(each, part) for each in known.values()) for part in Choice._fields[1:])
-    qualities = found.approximations
-    decrease = (
-        found.plain_decrease if chosen.name == PLAIN else qualities[chosen.name].decrease
+    time, value = (
+        sum(getattr(each, part) for each in known.values()) for part in Choice._fields[1:]
     )
+    qualities = found.approximations
+    decrease = found.plain_decrease if chosen.name == PLAIN else qualities[chosen.name].decrease
     ratio = qualities["kfc"].trace_ratio if "kfc" in qualities else math.nan
     return LayerAdvice(
         found.layer,
@@ -214,9 +210,7 @@ def _command(
     return " ".join(["kfc train", *given])
 
 
-def _call(
-    layers: Sequence[LayerAdvice], curvature: str, overhead: float, damping: float
-) -> str:
+def _call(layers: Sequence[LayerAdvice], curvature: str, overhead: float, damping: float) -> str:
     plain = [each.layer for each in layers if each.approximation == PLAIN]
     groups = [{"prefix": name, "treatment": "plain"} for name in plain]
     arguments = [f"damping={damping:g}"]

@@ -211,9 +211,7 @@ class _Inspector:
             "notes": tuple(left_out),
         }
 
-    def _start(
-        self, name: str, size: int, most: int, start: float, share: float
-    ) -> _Measurement:
+    def _start(self, name: str, size: int, most: int, start: float, share: float) -> _Measurement:
         settings = self.settings
         fixed = settings.examples is not None and settings.batches is not None
         batches, layer_start = settings.most_batches, start

@@ -113,7 +113,9 @@ def _precision(layer: LayerInspection, comparison: LayerComparison) -> str:
     estimates = [rung_estimates(each) for each in comparison.approximations.values()]
     if count < 3 or not estimates:
         return f"{text}; no intervals, which need three batches"
-    widths = [max(each.high - each.value for each in column) for column in zip(*estimates)]
+    widths = [
+        max(each.high - each.value for each in column) for column in zip(*estimates, strict=True)
+    ]
     names = ("trace ratios", "errors", "decreases")
     reached = (f"{name} to ±{width:.1g}" for name, width in zip(names, widths, strict=True))
     return f"{text}; {', '.join(reached)} or better"
