@@ -65,6 +65,14 @@ def test_advice_follows_from_the_inspection():
     assert len(advice_notes(nothing)) == 3 + len(wasteful)
 
 
+def test_layers_without_derivatives_need_no_curvature():
+    model = small_network()
+    model.conv2.weight.data.zero_()  # conv1 has no derivatives any more
+    network = network_of(model)
+    advice = advise(network, inspect_small(network, approximations=("kfc",)), 1e9)
+    assert advice.layers[0].approximation == PLAIN
+
+
 def test_the_call_in_python_trains():
     import kfc
 
@@ -89,7 +97,7 @@ def test_the_command_trains(tmp_path, monkeypatch):
     assert program == "kfc"
     done = kfc_here(*arguments, "--updates", "3", "--out", "run")
     assert done.returncode == 0, done.stdout
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
     assert config["options"]["curvature"] == advice["curvature"]
     assert config["options"]["overhead"] == 0.5
 

@@ -160,7 +160,7 @@ def test_json_has_the_numbers_of_the_analysis(run, tmp_path):
         for loss in ("trace", "frobenius", "decrease"):
             values = [getattr(getattr(step, loss), part) for part in ("value", "low", "high")]
             written = [found[loss][part] for part in ("value", "low", "high")]
-            assert written == pytest.approx(values, rel=1e-2, abs=1e-4)
+            assert written == pytest.approx(values, rel=1e-2, abs=2e-3)
     spectrum = layer["comparison"]["approximations"]["kfc"]["spectrum"]
     expected = expected.approximations["kfc"].spectrum
     ranks = torch.tensor(spectrum["ranks"])
@@ -177,6 +177,8 @@ def test_raw_parameters_differ_from_averaged_ones(run):
     averaged, raw, again = (
         inspected(*arguments, *kind) for kind in ([], ["--parameters", "raw"], [])
     )
+    for one in (averaged, raw, again):
+        one["layers"][0].pop("seconds")
     assert averaged["layers"] == again["layers"]
     assert averaged["layers"] != raw["layers"]
     assert averaged["training"]["update"] == raw["training"]["update"] == 15
@@ -233,7 +235,7 @@ def test_names_of_layers_are_not_wrapped(own_networks):
     assert "from (1) to 2 " in done.stdout
     page = (own_networks / "inspect.html").read_text()
     assert '<th scope="row">from (1) to 2</th><td class=' in page
-    assert re.search(r"<td class=\"\w+\">\w+ [\d.]+ \([-\d.]+\u00a0to\u00a0[\d.]+\) of the", page)
+    assert re.search(r"<td class=\"\w+\">\w+ [\d.]+ \([-\d.]+\u00a0to\u00a0[\d.]+\) (of|in) ", page)
 
 
 # Wrong arguments
@@ -603,6 +605,7 @@ def test_only_one_side_of_a_layer_may_have_locations(figures_of, single):
     layer = replace(layer, correlations=replace(layer.correlations, **{single: None}))
     inspection = replace(inspection, layers=(layer,))
     pictures = {f"{kind}-0-0-{what}" for kind in KINDS for what in ("offsets", "maps")}
+    pictures.add("spectrum-0-0")  # of the exact block
     found = {figure.id for figure in figures_of(inspection)}
     assert found == pictures - {f"{single.replace('_offsets', 's')}-0-0-offsets"}
     assert inspection.to_json()["layers"][0]["correlations"][single] is None

@@ -17,9 +17,9 @@ from torch import Tensor
 from kfc.analysis.blocks import Block, DiagonalBlock, KroneckerBlock, UnitBlock
 from kfc.analysis.exact import ExactBlock
 from kfc.analysis.independent import (
-    KFC,
     independent,
     is_single,
+    kfc_block,
     kronecker,
     uncorrelated_over_space,
 )
@@ -57,7 +57,7 @@ def stationary(record: LayerRecord) -> KroneckerBlock:
     """
     layer = record.layer
     if not (isinstance(layer, ConvolutionLayer) and "weight" in layer.trained()):
-        return kronecker(KFC, record)  # a single offset: nothing is assumed
+        return kfc_block(record)  # a single offset: nothing is assumed
     _, counts, derivative = record.curvature(SUA).block(UNDAMPED).running
     sums = torch.zeros((), device=counts.device)
     pairs = torch.zeros_like(counts)
@@ -82,7 +82,7 @@ def without_boundaries(record: LayerRecord) -> KroneckerBlock:
     """
     layer = record.layer
     if not (isinstance(layer, ConvolutionLayer) and "weight" in layer.trained()):
-        return kronecker(KFC, record)
+        return kfc_block(record)
     *_, derivative = record.curvature(SUA).block(UNDAMPED).running
     window, calls = layer.window(), list(_padded_maps(record, layer))
     pixels = sum(len(maps) * inside.sum() for maps, inside in calls)
@@ -131,7 +131,7 @@ def white(record: LayerRecord) -> KroneckerBlock:
 
     Σ_t E[a_t a_tᵀ] ⊗ c I = Ω ⊗ c I, where c is the mean of E[Ds²] over maps and locations.
     """
-    activation, derivative = kronecker(KFC, record).factors
+    activation, derivative = kfc_block(record).factors
     level = derivative.diagonal(dim1=-2, dim2=-1).mean()
     identity = torch.eye(derivative.shape[-1]).to(derivative)
     return KroneckerBlock(Factors(activation, (level * identity).expand_as(derivative)))
@@ -197,7 +197,7 @@ APPROXIMATIONS = {
     "iad-sud": Approximation(
         "IAD + SUD", "IAD, SUD", uncorrelated_over_space, BOTH, _location_elements
     ),
-    "kfc": Approximation("KFC", "IAD, SUD, SH", partial(kronecker, KFC), BOTH),
+    "kfc": Approximation("KFC", "IAD, SUD, SH", kfc_block, BOTH),
     "sua": Approximation("SUA", "IAD, SUD, SH, SUA", partial(kronecker, SUA), BOTH),
     "prong": Approximation("PRONG", "IAD, SH, SUA, WD", partial(kronecker, PRONG), ACTIVATIONS),
     "iad-wd": Approximation("IAD + WD", "IAD, WD", white, ACTIVATIONS),

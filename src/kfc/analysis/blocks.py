@@ -27,6 +27,8 @@ from kfc.curvature.kronecker import Bases, Factors
 
 GIB = 1 << 30
 DEFAULT_MAX_GIB = 2.0
+# The most operations, up to a factor, for the spectrum of a block of every unit.
+LARGEST_SPECTRUM = 1e9
 # How far below zero rounding may take an eigenvalue, relative to the largest magnitude.
 NEGATIVE_TOLERANCE = 1e-6
 
@@ -214,9 +216,10 @@ class UnitBlock(Block):
         require_number("damping", damping)
         damped = in_widest(self.units).clone()
         damped.diagonal(dim1=-2, dim2=-1).add_(damping)
-        columns = vector.reshape(-1, *self.shape).permute(1, 2, 3, 0)
+        columns = vector.reshape(-1, *self.shape).permute(1, 2, 3, 0).to(damped).contiguous()
         try:
-            solved: Tensor = torch.linalg.solve(damped, columns.to(damped))
+            # Units are means of outer products, so that they are positive with a damping.
+            solved = torch.cholesky_solve(columns, torch.linalg.cholesky(damped))
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             raise UnsolvableError("the block is singular; give a damping above 0") from error
         return solved.permute(3, 0, 1, 2).reshape(vector.shape).to(vector)
@@ -224,8 +227,9 @@ class UnitBlock(Block):
     def trace(self) -> float:
         return float(self.units.diagonal(dim1=-2, dim2=-1).sum())
 
-    def spectrum(self) -> Tensor:
-        return self._eigenvalues
+    def spectrum(self) -> Tensor | None:
+        groups, rows, columns = self.shape
+        return self._eigenvalues if groups * rows * columns**3 <= LARGEST_SPECTRUM else None
 
     @cached_property
     def _eigenvalues(self) -> Tensor:

@@ -26,6 +26,16 @@ def kronecker(approximation: options.Kronecker, record: LayerRecord) -> Kronecke
     return KroneckerBlock(Factors(*(f if f.dim() == 3 else f.diag_embed() for f in factors)))
 
 
+def kfc_block(record: LayerRecord) -> KroneckerBlock:
+    """Return KFC's block, which several approximations need; it is computed once for a record."""
+    known = record.blocks
+    if "kfc" not in known:
+        known["kfc"] = kronecker(KFC, record)
+    found = known["kfc"]
+    assert isinstance(found, KroneckerBlock)
+    return found
+
+
 def is_single(record: LayerRecord) -> bool:
     """Return whether the layer has one location and group, so that IAD alone leads to KFC."""
     return record.rows_per_example == 1 and record.shape[0] == 1
@@ -33,12 +43,12 @@ def is_single(record: LayerRecord) -> bool:
 
 def independent(record: LayerRecord) -> Block:
     """Return the block that assumes IAD alone."""
-    return kronecker(KFC, record) if is_single(record) else IndependentBlock(record)
+    return kfc_block(record) if is_single(record) else IndependentBlock(record)
 
 
 def uncorrelated_over_space(record: LayerRecord) -> Block:
     """Return the block that assumes IAD and SUD."""
-    return kronecker(KFC, record) if is_single(record) else LocationBlock(record)
+    return kfc_block(record) if is_single(record) else LocationBlock(record)
 
 
 class _ByProducts(Block):
@@ -77,7 +87,7 @@ class _ByProducts(Block):
 
     def solve(self, vector: Tensor, damping: float, tolerance: float = 1e-6) -> Tensor:
         """Solve by conjugate gradients, preconditioned by KFC's block with the right trace."""
-        block = kronecker(KFC, self.record)
+        block = kfc_block(self.record)
         scale = self.trace() / (block.trace() or math.inf)
         if not scale > 0:
             return super().solve(vector, damping, tolerance)

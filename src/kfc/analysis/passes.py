@@ -40,7 +40,8 @@ class Activations:
             matrix: V, (groups, k, n).
         """
         count = part.stop - part.start
-        return torch.cat([self._forward(call, matrix, part, count) for call in self._calls], dim=2)
+        found = [self._forward(call, matrix, part, count) for call in self._calls]
+        return torch.cat(found, dim=2) if len(found) > 1 else found[0]
 
     def adjoint(self, images: Tensor, part: slice) -> Tensor:
         """Return Σ over examples and t of y_t (1, a_t)ᵀ, (groups, k, n).
@@ -50,7 +51,8 @@ class Activations:
         """
         sizes = [self._locations(call) for call in self._calls]
         parts = zip(self._calls, images.split(sizes, dim=2), strict=True)
-        return torch.stack([self._backward(call, some, part) for call, some in parts]).sum(0)
+        first, *others = (self._backward(call, some, part) for call, some in parts)
+        return sum(others, first)
 
     @property
     def _calls(self) -> tuple[LayerCall, ...]:
@@ -89,7 +91,7 @@ class Activations:
         else:
             rows = layer.activation_rows(self._source(call, part))  # (groups, rows, J)
             images = (rows @ weight.mT).unflatten(1, (count, locations)).transpose(0, 1)
-        return images if bias is None else images + bias.mT
+        return images if bias is None else images.add_(bias.mT)
 
     def _backward(self, call: LayerCall, images: Tensor, part: slice) -> Tensor:
         layer, (count, groups, _, width) = self.record.layer, images.shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -67,12 +67,14 @@ class LayerRecord:
         layer: the layer's geometry.
         calls: the calls of the layer in one forward pass.
         examples: the number of examples in the batch.
+        blocks: blocks of the record that are needed more than once, by name.
     """
 
     name: str
     layer: MatrixLayer
     calls: tuple[LayerCall, ...]
     examples: int
+    blocks: dict[str, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def draws(self) -> int:

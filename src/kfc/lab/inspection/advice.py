@@ -91,32 +91,32 @@ def _rate(old: Choice, new: Choice) -> float:
 
 
 def _choices(found: LayerComparison, seconds: Mapping[str, float]) -> dict[str, Choice]:
-    decreases = {PLAIN: found.plain_decrease}
+    """Return the plain gradient and every approximation of a layer with its time and value."""
+    choices = {PLAIN: Choice(PLAIN, 0.0, _value(found, found.plain_decrease))}
     for name in seconds:
-        decreases[name] = found.approximations[name].decrease
-    return {
-        name: Choice(name, seconds.get(name, 0.0), found.gain * max(decrease, 0.0) ** 2)
-        for name, decrease in decreases.items()
-        if math.isfinite(decrease)
-    }
+        if name != "sua" or found.offsets > 1:  # otherwise it is KFC
+            value = _value(found, found.approximations[name].decrease)
+            choices[name] = Choice(name, seconds[name], value)
+    return choices
+
+
+def _value(found: LayerComparison, decrease: float) -> float:
+    """Return gain · decrease², or 0 for a layer without derivatives."""
+    return found.gain * max(decrease, 0.0) ** 2 if math.isfinite(decrease) else 0.0
 
 
 def _overall(choices: Mapping[str, Mapping[str, Choice]], allowance: float) -> str:
     """Return the approximation with the largest value in all layers that fits, or the cheapest."""
-    common = [name for name in TRAINABLE if all(name in known for known in choices.values())] or [
-        "kfc"
-    ]
-    total = {
-        name: (
-            sum(known[name].seconds for known in choices.values() if name in known),
-            sum(known[name].value for known in choices.values() if name in known),
-        )
-        for name in common
-    }
-    fitting = [name for name in common if total[name][0] <= allowance]
+    names = [name for name in TRAINABLE if any(name in known for known in choices.values())]
+    total = {}
+    for name in names or ["kfc"]:
+        # A layer without the approximation has KFC, or the plain gradient.
+        own = [known.get(name, known.get("kfc", known[PLAIN])) for known in choices.values()]
+        total[name] = sum(each.seconds for each in own), sum(each.value for each in own)
+    fitting = [name for name in total if total[name][0] <= allowance]
     if fitting:
         return max(fitting, key=lambda name: total[name][1])
-    return min(common, key=lambda name: total[name][0])
+    return min(total, key=lambda name: total[name][0])
 
 
 def _layer_advice(

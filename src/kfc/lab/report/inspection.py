@@ -42,6 +42,8 @@ CAPTIONS = {
 PLACES = {"traces": 0, "errors": 1, "decreases": 2}
 # Eigenvalues below this share of the largest one count as zero.
 NEGLIGIBLE = 1e-12
+# Narrower intervals are due to rounding.
+NEGLIGIBLE_WIDTH = 1e-5
 # The titles of all spectra; a title's position is the index of its line style.
 SPECTRA = {"exact": "exact block"} | {name: kind.title for name, kind in APPROXIMATIONS.items()}
 CORRELATIONS = {
@@ -88,7 +90,7 @@ def quality_rows(comparison: LayerComparison) -> list[Row]:
 def _estimated(estimate: Estimate) -> str:
     """Format a number with half the width of its interval, for example "0.42 ± 0.07"."""
     half = estimate.high - estimate.value
-    return _finite(estimate.value) + (f" ± {half:.1g}" if half > 0 else "")
+    return _finite(estimate.value) + (f" ± {half:.1g}" if half > NEGLIGIBLE_WIDTH else "")
 
 
 def _finite(value: float) -> str:
