@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -219,9 +220,11 @@ def measure_ladder(
                 output=output,
                 seed=seed + index,
             )
-            gradient = loss_gradient(
-                model, inputs, record, lambda out, targets=targets: loss(out, targets), output
-            )
-            comparison.add(record, gradient)
+            of_outputs = partial(_swapped, loss, targets)
+            comparison.add(record, loss_gradient(model, inputs, record, of_outputs, output))
         found[layer] = comparison.result()
     return found
+
+
+def _swapped(loss: Callable[[Tensor, Any], Tensor], targets: Any, outputs: Tensor) -> Tensor:
+    return loss(outputs, targets)

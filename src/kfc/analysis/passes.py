@@ -10,16 +10,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from kfc.analysis.recording import LayerCall, LayerRecord
 from kfc.layers import ConvolutionLayer
 
 FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-WEIGHT_GRADIENT = {
-    1: torch.nn.grad.conv1d_weight,
-    2: torch.nn.grad.conv2d_weight,
-    3: torch.nn.grad.conv3d_weight,
-}
+WEIGHT_GRADIENT = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 
 
 class Activations:

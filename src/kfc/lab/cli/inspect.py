@@ -39,6 +39,39 @@ SETTINGS = options_of(InspectionSettings)
 # Shorter than the page's header; Frobenius and operator are errors.
 HEADER = tuple(name.removesuffix(" error").removesuffix(" ratio") for name in report.QUALITIES)
 
+Runs = Annotated[list[Path] | None, typer.Argument(metavar="RUN", help="Folders of runs.")]
+Nets = Annotated[
+    list[str] | None,
+    typer.Option(help=f"{OPTIONS['net'].help}; may be repeated.", rich_help_panel=UNTRAINED),
+]
+Parameters = Annotated[
+    str | None,
+    typer.Option(help="Parameters of a run: averaged (default) or raw.", rich_help_panel=PANEL),
+]
+Advise = Annotated[
+    bool,
+    typer.Option(
+        "--advise",
+        help="Also advise how to train each network, and print a command for it.",
+        rich_help_panel=PANEL,
+    ),
+]
+Overhead = Annotated[
+    float | None,
+    typer.Option(
+        help="Time that curvature may add to a training step, as a fraction, for --advise "
+        f"(default: {DEFAULT_OVERHEAD:g}).",
+        rich_help_panel=PANEL,
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", help=f"HTML page to write; default: {PAGE}, none with --json."),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON instead of tables, and nothing else.")
+]
+
 
 @with_options(
     [
@@ -48,40 +81,13 @@ HEADER = tuple(name.removesuffix(" error").removesuffix(" ratio") for name in re
     ]
 )
 def inspect(
-    runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN", help="Folders of runs.")
-    ] = None,
-    net: Annotated[
-        list[str] | None,
-        typer.Option(help=f"{OPTIONS['net'].help}; may be repeated.", rich_help_panel=UNTRAINED),
-    ] = None,
-    parameters: Annotated[
-        str | None,
-        typer.Option(help="Parameters of a run: averaged (default) or raw.", rich_help_panel=PANEL),
-    ] = None,
-    advise: Annotated[
-        bool,
-        typer.Option(
-            "--advise",
-            help="Also advise how to train each network, and print a command for it.",
-            rich_help_panel=PANEL,
-        ),
-    ] = False,
-    overhead: Annotated[
-        float | None,
-        typer.Option(
-            help="Time that curvature may add to a training step, as a fraction, for --advise "
-            f"(default: {DEFAULT_OVERHEAD:g}).",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help=f"HTML page to write; default: {PAGE}, none with --json."),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON instead of tables, and nothing else.")
-    ] = False,
+    runs: Runs = None,
+    net: Nets = None,
+    parameters: Parameters = None,
+    advise: Advise = False,
+    overhead: Overhead = None,
+    out: Out = None,
+    as_json: AsJson = False,
     data_dir: DataDir = None,
     create: Create = False,
     **values: Any,
@@ -127,11 +133,16 @@ def inspect(
             _require_writable(page)
         found = _inspect(networks, settings)
         if advise:
-            found = [
-                replace(one, advice=advice_for(network, one, overhead or DEFAULT_OVERHEAD))
-                for network, one in zip(networks, found, strict=True)
-            ]
+            found = _advised(networks, found, overhead or DEFAULT_OVERHEAD)
         _publish(found, page, as_json)
+
+
+def _advised(
+    networks: Sequence[InspectedNetwork], found: Sequence[Inspection], overhead: float
+) -> list[Inspection]:
+    """Return the inspections with advice."""
+    pairs = zip(networks, found, strict=True)
+    return [replace(one, advice=advice_for(network, one, overhead)) for network, one in pairs]
 
 
 def _require_overhead(overhead: float, advise: bool) -> None:
