@@ -106,7 +106,7 @@ class Activations:
             back = images.unflatten(2, (frames, -1)).permute(0, 2, 1, 4, 3)
             back = back.reshape(len(maps), groups * width, *size)
             kernel = (groups * width, maps.shape[1] // groups, *window.kernel_size)
-            found = WEIGHT_GRADIENT[window.dims](
+            found = WEIGHT_GRADIENT[window.dims](  # type: ignore[no-untyped-call]
                 maps, kernel, back, window.stride, 0, window.dilation, groups
             )
             by_group = found.reshape(groups, width, -1)

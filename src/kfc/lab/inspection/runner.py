@@ -38,8 +38,8 @@ from kfc.layers import MatrixLayer
 # Called with the layer, the next step, and the fraction of the inspection that is done.
 Progress = Callable[[str, str, float], None]
 
-# The time of a batch grows with this power of its examples, at most.
-GROWTH = 1.5
+# The time of a batch grows about with this power of its examples.
+GROWTH = 1.2
 # The number of batches for which the examples are chosen.
 WANTED_BATCHES = 5
 FIRST_STEP = "targets"
