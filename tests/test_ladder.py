@@ -365,6 +365,14 @@ def test_the_largest_loss_decides():
     assert step.verdict == "holds", "a smaller error is no loss"
 
 
+def test_the_loss_that_is_most_certain_decides():
+    certain, uncertain = Estimate(0.2, 0.15, 0.25), Estimate(0.5, -0.3, 1.3)
+    step = analysis.Step("SH", certain, uncertain, Estimate(0.0, -0.1, 0.1))
+    assert (step.measure, step.verdict) == ("trace", "roughly")
+    step = analysis.Step("SH", Estimate(0.0, -0.5, 0.5), uncertain, Estimate(0.0, -0.9, 0.1))
+    assert (step.measure, step.verdict) == ("frobenius", "unclear")
+
+
 def test_layers_without_locations_have_fewer_assumptions():
     model, inputs = network_and_inputs()
     targets = torch.randint(4, (5,))

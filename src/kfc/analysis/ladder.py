@@ -89,25 +89,36 @@ class Step:
 
     @property
     def measure(self) -> str:
-        """The name of the largest of the three losses, which decides the verdict."""
-        sizes = {name: each.value for name, each in vars(self).items() if name != "assumption"}
-        if any(map(math.isnan, sizes.values())):
-            return next(name for name, size in sizes.items() if math.isnan(size))
-        return max(sizes, key=lambda name: sizes[name])
+        """The name of the loss that decides the verdict.
+
+        It is the one whose interval begins highest, or the largest if there are no intervals.
+        """
+        losses = {name: each for name, each in vars(self).items() if name != "assumption"}
+        sizes = {
+            name: each.value if math.isnan(each.low) else each.low for name, each in losses.items()
+        }
+        unknown = [name for name, size in sizes.items() if math.isnan(size)]
+        return unknown[0] if unknown else max(sizes, key=lambda name: sizes[name])
 
     @property
     def deciding(self) -> Estimate:
-        """The largest of the three losses."""
+        """The loss that decides the verdict."""
         found: Estimate = getattr(self, self.measure)
         return found
 
     @property
     def verdict(self) -> str:
-        """One of ``"holds"``, ``"roughly"``, ``"fails"`` and ``"unknown"`` (no estimate)."""
-        size = self.deciding.value
-        if math.isnan(size):
+        """One of ``"holds"``, ``"roughly"``, ``"fails"``, ``"unclear"`` and ``"unknown"``.
+
+        It is unclear if the interval begins where the assumption holds and ends where it fails,
+        and unknown if there is no estimate.
+        """
+        loss, (low, high) = self.deciding, THRESHOLDS
+        if math.isnan(loss.value):
             return "unknown"
-        return ("holds", "roughly", "fails")[sum(size >= limit for limit in THRESHOLDS)]
+        if loss.low < low and loss.high >= high:
+            return "unclear"
+        return ("holds", "roughly", "fails")[(loss.value >= low) + (loss.value >= high)]
 
 
 def rung_estimates(quality: Quality) -> tuple[Estimate, Estimate, Estimate]:

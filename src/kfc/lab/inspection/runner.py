@@ -120,6 +120,7 @@ class _Measurement:
         )
         self._comparison.add(record, gradient)
         self.batches += 1
+        inspector.batches_done = self.batches
         self.seconds = clock() - start
 
 
@@ -140,6 +141,7 @@ class _Inspector:
         self._samples = settings.samples or (None if columns <= MOST_TARGETS else DRAWN_TARGETS)
         self._draws = self._samples or columns
         self._done, self._part = 0, 0.0
+        self.batches_done = 0  # of the layer in progress
 
     def inspect_all(self) -> tuple[LayerInspection, ...]:
         """Return the results of all layers, in the order of the network.
@@ -214,13 +216,13 @@ class _Inspector:
     def _start(self, name: str, size: int, most: int, start: float, share: float) -> _Measurement:
         settings = self.settings
         fixed = settings.examples is not None and settings.batches is not None
-        batches, layer_start = settings.most_batches, start
+        batches = settings.most_batches
+        self.batches_done = 0
 
+        # Without a reference to the measurement, which would keep its memory in a cycle.
         def report(layer: str, step: str) -> None:
-            done = measurement.batches / batches
-            if not fixed:
-                done = (clock() - layer_start) / max(share, 1e-9)
-            self._report(layer, step, done)
+            late = (clock() - start) / max(share, 1e-9)
+            self._report(layer, step, self.batches_done / batches if fixed else late)
 
         comparison = Comparison(
             settings.approximations,

@@ -176,6 +176,8 @@ def inspection_verdict(inspections: Sequence[Inspection]) -> str:
     verdicts = [step.verdict for layer in layers for step in layer.steps.values()]
     hold, roughly, fail = (verdicts.count(name) for name in ("holds", "roughly", "fails"))
     found = f"Of the tested assumptions, {hold} hold, {roughly} hold roughly and {fail} fail"
+    if unclear := verdicts.count("unclear"):
+        found += f"; {unclear} need more batches to tell"
     decreases = [
         quality.decrease
         for layer in layers
