@@ -120,7 +120,7 @@ class _Measurement:
         )
         self._comparison.add(record, gradient)
         self.batches += 1
-        inspector.batches_done = self.batches
+        inspector.count_batch()
         self.seconds = clock() - start
 
 
@@ -141,7 +141,7 @@ class _Inspector:
         self._samples = settings.samples or (None if columns <= MOST_TARGETS else DRAWN_TARGETS)
         self._draws = self._samples or columns
         self._done, self._part = 0, 0.0
-        self.batches_done = 0  # of the layer in progress
+        self._batches_done = 0  # of the measurement in progress
 
     def inspect_all(self) -> tuple[LayerInspection, ...]:
         """Return the results of all layers, in the order of the network.
@@ -157,6 +157,10 @@ class _Inspector:
             found[name] = self._inspect(name, self.layers[name], share)
             self._done, self._part = self._done + 1, 0.0
         return tuple(found[name] for name in self.layers)
+
+    def count_batch(self) -> None:
+        """Count one more batch of the measurement in progress."""
+        self._batches_done += 1
 
     def record(self, name: str, size: int, batch: int) -> tuple[LayerRecord, slice]:
         """Return the record of a batch of examples, and their place among the images."""
@@ -217,12 +221,12 @@ class _Inspector:
         settings = self.settings
         fixed = settings.examples is not None and settings.batches is not None
         batches = settings.most_batches
-        self.batches_done = 0
+        self._batches_done = 0
 
         # Without a reference to the measurement, which would keep its memory in a cycle.
         def report(layer: str, step: str) -> None:
             late = (clock() - start) / max(share, 1e-9)
-            self._report(layer, step, self.batches_done / batches if fixed else late)
+            self._report(layer, step, self._batches_done / batches if fixed else late)
 
         comparison = Comparison(
             settings.approximations,
