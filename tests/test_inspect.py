@@ -229,7 +229,7 @@ def test_an_autoencoder():
 def test_names_of_layers_are_not_wrapped(own_networks):
     """Verdicts are wrapped before their intervals, not within them."""
     net = ("--data", "digits", "--net", "inspectable:wordy", "--approximation", "iad")
-    done = kfc_here("inspect", *net, *FEW)
+    done = kfc_here("inspect", *net, *FEW, "--examples", "128", "--batches", "6")
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines()[-1].startswith("Page: ")
     assert "from (1) to 2 " in done.stdout

@@ -42,6 +42,8 @@ Progress = Callable[[str, str, float], None]
 GROWTH = 1.2
 # The number of batches for which the examples are chosen.
 WANTED_BATCHES = 5
+# The part of the time for the layers; the rest is for reading data and writing the page.
+USED_PART = 0.95
 FIRST_STEP = "targets"
 
 
@@ -149,7 +151,7 @@ class _Inspector:
         Each layer gets an equal share of the time that is left; layers with small blocks come
         first, so that the others get what they do not need.
         """
-        end = clock() + self.settings.budget
+        end = clock() + USED_PART * self.settings.budget
         sizes = {name: math.prod(layer.factor_sizes()) for name, layer in self.layers.items()}
         found = {}
         for name in sorted(self.layers, key=lambda name: sizes[name]):
