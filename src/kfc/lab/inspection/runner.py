@@ -42,6 +42,8 @@ Progress = Callable[[str, str, float], None]
 GROWTH = 1.2
 # The number of batches for which the examples are chosen.
 WANTED_BATCHES = 5
+# The time of a second batch, relative to the first one.
+LATER_PART = 0.6
 # The part of the time for the layers; the rest is for reading data and writing the page.
 USED_PART = 0.95
 FIRST_STEP = "targets"
@@ -108,6 +110,12 @@ class _Measurement:
         self.size, self.batches, self.seconds = size, 0, 0.0
         self.correlations: Correlations | None = None
         self.finished = comparison.result
+
+    def is_late(self, start: float, share: float) -> bool:
+        """Return whether one more batch would take longer than the layer's share of the time."""
+        # More is measured in the first batch; and an interval is worth half of a share more.
+        expected = LATER_PART * self.seconds if self.batches == 1 else self.seconds
+        return clock() + expected > start + (share if self.batches >= 3 else 1.5 * share)
 
     def measure_batch(self) -> None:
         """Measure the next batch, and its time."""
@@ -205,8 +213,7 @@ class _Inspector:
                 measurement.measure_batch()
         available = len(self.network.images) // measurement.size
         while measurement.batches < min(settings.most_batches, available):
-            late = clock() + measurement.seconds > start + share
-            if settings.batches is None and late:
+            if settings.batches is None and measurement.is_late(start, share):
                 break
             measurement.measure_batch()
         comparison = measurement.finished()
