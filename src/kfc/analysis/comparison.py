@@ -149,8 +149,8 @@ class Comparison:
         self._expired = expired
         self._references: list[_Reference] = []
         self._vectors: Probes | None = None
-        self._errors: dict[str, Errors] = {name: Errors() for name in self._names}
-        self._exact = Errors()
+        self._errors: dict[str, Errors] = {name: Errors(batches) for name in self._names}
+        self._exact = Errors(batches)
         self._traces: dict[str, list[float]] = {name: [] for name in self._names}
         self._decreases: dict[str, list[float]] = {name: [] for name in self._names}
         self._positive = dict.fromkeys(self._names, True)

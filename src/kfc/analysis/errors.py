@@ -53,17 +53,29 @@ class Probes:
 
 
 class Errors:
-    """The images of probes by a matrix, such as the error of an approximation, in every batch."""
+    """The images of probes by a matrix, such as the error of an approximation, in every batch.
 
-    def __init__(self) -> None:
-        self._images: list[Tensor] = []
+    Args:
+        batches: the number of batches to make room for at once: images that are allocated one by
+            one, between large temporary arrays, would keep the memory of those from being freed.
+    """
+
+    def __init__(self, batches: int = 1) -> None:
+        self._room = batches
+        self._kept: Tensor | None = None
+        self._count = 0
         self._products: dict[tuple[int, int], Tensor] = {}
 
     def add(self, images: Tensor) -> None:
         """Add the images of one more batch, (count, groups, I, n)."""
-        self._images.append(images)
-        last = len(self._images) - 1
-        for batch, other in enumerate(self._images):
+        if self._kept is None:
+            self._kept = images.new_empty(self._room, *images.shape)
+        elif self._count == len(self._kept):
+            self._kept = torch.cat([self._kept, torch.empty_like(self._kept)])
+        last = self._count
+        self._kept[last] = images
+        self._count += 1
+        for batch, other in enumerate(self._kept[: self._count]):
             self._products[batch, last] = in_widest(other * images).sum((1, 2, 3))
 
     def squares(self, batches: Sequence[int]) -> Tensor:
@@ -80,7 +92,7 @@ class Errors:
         self, exact: Errors, weights: Tensor, batches: Sequence[int] | None = None
     ) -> tuple[float, float]:
         """Return ‖E‖ / ‖F‖, and its standard error due to the random probes (jackknife)."""
-        chosen = range(len(self._images)) if batches is None else batches
+        chosen = range(self._count) if batches is None else batches
         weights = in_widest(weights)
         above, below = (weights @ each.squares(chosen) for each in (self, exact))
         if not below.sum() > 0:
