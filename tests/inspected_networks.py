@@ -62,6 +62,8 @@ def network_of(model, label="network", size=(1, 8, 8), examples=12):
 
 
 def inspect_small(network, progress=None, **settings):
-    """Inspect a network with few samples; ``settings`` override the defaults."""
-    settings = {"examples": len(network.images), "samples": 2, "reach": 3, **settings}
+    """Inspect a network in three batches; ``settings`` override the defaults."""
+    batches = settings.get("batches", 3)
+    examples = len(network.images) // batches
+    settings = {"examples": examples, "batches": batches, "reach": 3, **settings}
     return inspect_network(network, InspectionSettings(**settings), progress)

@@ -27,7 +27,8 @@ from inspected_networks import (
 from kfc.analysis.krylov import UnsolvableError
 from kfc.lab.config import ConfigError
 from kfc.lab.data import Inputs, load
-from kfc.lab.inspection.results import InspectionSettings, thinned_ranks
+from kfc.lab.inspection.results import Inspection, InspectionSettings, thinned_ranks
+from kfc.lab.inspection.runner import inspect_network
 from kfc.lab.networks import build
 from kfc.lab.report.heatmaps import MOST_MAPS, cross_map_figure, offset_figure, shown_maps
 from kfc.lab.report.inspection import (
@@ -40,7 +41,7 @@ from kfc.lab.report.inspection import (
 from written_pages import figures_in
 
 KINDS = ("derivatives", "activations")
-FEW = ("--examples", "16", "--samples", "2", "--reach", "2", "--threads", "1")
+FEW = ("--examples", "8", "--batches", "3", "--reach", "2", "--threads", "1")
 NETWORKS = """
 from collections import OrderedDict
 from torch import nn
@@ -107,7 +108,8 @@ def inspected(*arguments):
 def test_tables_and_a_page(run, tmp_path):
     done = kfc("inspect", run, *FEW, "--layer", "0", "--layer", "7", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for word in ("IAD", "SUD", "fails", "Frobenius", "0 (Conv2d)", "7 (Linear)", "KFC", "PRONG"):
+    words = ("IAD", "SUD", "fails", "Frobenius", "0 (Conv2d)", "7 (Linear)", "+ SH = KFC", "PRONG")
+    for word in (*words, "0: 3 batches of 8 examples, targets: all"):
         assert word in done.stdout
     assert f"Page: {tmp_path / 'inspect.html'}" in done.stdout
     page = (tmp_path / "inspect.html").read_text()
@@ -119,8 +121,9 @@ def test_tables_and_a_page(run, tmp_path):
 
 
 def test_json_has_the_numbers_of_the_analysis(run, tmp_path):
-    names = ("--approximation", "kfc", "--approximation", "unit-wise")
-    done = kfc("inspect", run, *FEW, *names, "--layer", "3", "--json", cwd=tmp_path)
+    names = [*analysis.LADDER, "iad-wd"]
+    options = [word for name in names for word in ("--approximation", name)]
+    done = kfc("inspect", run, *FEW, *options, "--layer", "3", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (layer,) = json.loads(done.stdout)["inspections"][0]["layers"]
     assert "100%" in done.stderr, "progress goes elsewhere"
@@ -131,39 +134,42 @@ def test_json_has_the_numbers_of_the_analysis(run, tmp_path):
     digits = load("digits")
     model = build("digits", image=(1, 8, 8), classes=10, init="kaiming", seed=0).eval()
     model.load_state_dict(state["averages"])
-    images = Inputs.normalised(digits.train)(digits.train.images[:16])
-    labels = torch.from_numpy(digits.train.labels[:16].copy())
+    images = Inputs.normalised(digits.train)(digits.train.images[:24])
+    labels = torch.from_numpy(digits.train.labels[:24].copy())
 
-    record = analysis.record_layer(model, images, "3", samples=2)
-    for name, found in analysis.assumptions(record, reach=2).items():
-        assert layer["assumptions"][name]["verdict"] == found.verdict
-        assert layer["assumptions"][name]["value"] == pytest.approx(found.deciding.value, rel=1e-3)
+    record = analysis.record_layer(model, images[:8], "3")
     correlations = torch.tensor(layer["correlations"]["derivative_offsets"])
     expected = analysis.correlations(record, 2).derivative_offsets
     torch.testing.assert_close(correlations, expected.float(), rtol=1e-3, atol=1e-5)
-    expected = analysis.compare_approximations(
-        model,
-        images,
-        ["3"],
-        loss=lambda outputs: F.cross_entropy(outputs, labels),
-        approximations=["kfc", "unit-wise"],
-    )["3"]
+    batches = list(zip(images.split(8), labels.split(8), strict=True))
+    expected = analysis.measure_ladder(model, batches, ["3"], loss=F.cross_entropy, max_gib=0.5)[
+        "3"
+    ]
     assert layer["shape"] == list(expected.shape) == [1, 32, 145]
-    assert layer["comparison"]["gradients"] == 160
-    assert list(layer["comparison"]["approximations"]) == ["kfc", "unit-wise"]
+    assert layer["comparison"]["gradients"] == 80
+    assert layer["comparison"]["batches"] == 3
+    assert list(layer["comparison"]["approximations"]) == names
     for name, quality in expected.approximations.items():
         found = layer["comparison"]["approximations"][name]
         for measure in ("frobenius_error", "operator_error", "cosine", "decrease", "trace_ratio"):
             assert found[measure] == pytest.approx(getattr(quality, measure), rel=1e-3)
         assert found["positive"] is quality.positive
-        ranks = torch.tensor(found["spectrum"]["ranks"])
-        assert len(ranks) <= 400
-        assert ranks[-1] == found["spectrum"]["count"] == len(quality.spectrum)
-        values = torch.tensor(found["spectrum"]["values"], dtype=torch.float64)
-        largest = float(quality.spectrum[0])
-        torch.testing.assert_close(
-            values, quality.spectrum[ranks - 1].double(), rtol=1e-3, atol=1e-5 * largest
-        )
+    for name, step in analysis.ladder_steps(expected).items():
+        found = layer["assumptions"][name]
+        assert (found["verdict"], found["measure"]) == (step.verdict, step.measure)
+        for loss in ("trace", "frobenius", "decrease"):
+            values = [getattr(getattr(step, loss), part) for part in ("value", "low", "high")]
+            written = [found[loss][part] for part in ("value", "low", "high")]
+            assert written == pytest.approx(values, rel=1e-2, abs=2e-3)
+    spectrum = layer["comparison"]["approximations"]["kfc"]["spectrum"]
+    expected = expected.approximations["kfc"].spectrum
+    ranks = torch.tensor(spectrum["ranks"])
+    assert len(ranks) <= 400
+    assert ranks[-1] == spectrum["count"] == len(expected)
+    values = torch.tensor(spectrum["values"], dtype=torch.float64)
+    torch.testing.assert_close(
+        values, expected[ranks - 1].double(), rtol=1e-3, atol=1e-5 * float(expected[0])
+    )
 
 
 def test_raw_parameters_differ_from_averaged_ones(run):
@@ -171,6 +177,8 @@ def test_raw_parameters_differ_from_averaged_ones(run):
     averaged, raw, again = (
         inspected(*arguments, *kind) for kind in ([], ["--parameters", "raw"], [])
     )
+    for one in (averaged, raw, again):
+        one["layers"][0].pop("seconds")
     assert averaged["layers"] == again["layers"]
     assert averaged["layers"] != raw["layers"]
     assert averaged["training"]["update"] == raw["training"]["update"] == 15
@@ -185,15 +193,15 @@ def test_the_folder_of_a_run_is_unchanged(run):
 
 
 def test_untrained_networks_side_by_side(own_networks):
-    """Figure 1: max pooling makes derivatives uncorrelated over space, average pooling does not."""
+    """Section 5.1: average pooling makes derivatives correlated, so that SUD loses more."""
     nets = ("--net", "inspectable:highest", "--net", "inspectable:average")
-    arguments = ("--data", "digits", *nets, *FEW, "--layer", "0", "--approximation", "kfc")
+    rungs = ("--approximation", "iad", "--approximation", "iad-sud")
+    arguments = ("--data", "digits", *nets, *FEW, "--examples", "64", "--layer", "0", *rungs)
     done = kfc("inspect", *arguments, "--json", "-o", "page.html")
     found = json.loads(done.stdout)["inspections"]
     assert [one["label"] for one in found] == ["inspectable:highest", "inspectable:average"]
-    highest, average = (one["layers"][0]["assumptions"]["SUD"] for one in found)
-    assert highest["verdict"] == "holds"
-    assert average["verdict"] == "fails"
+    highest, average = (one["layers"][0]["assumptions"]["SUD"]["trace"] for one in found)
+    assert highest["high"] < average["low"]
     assert "Page: " in done.stderr
     page = (own_networks / "page.html").read_text()
     for label in ("inspectable:highest", "inspectable:average"):
@@ -208,23 +216,26 @@ def test_runs_with_the_same_name_are_distinguished(run, tmp_path):
 
 
 def test_an_autoencoder():
-    net = ("--data", "digits", "--net", "digits-autoencoder", "--samples-exact", "4")
-    (layer,) = inspected(*net, *FEW, "--layer", "3", "--approximation", "kfc")["layers"]
+    net = ("--data", "digits", "--net", "digits-autoencoder", "--layer", "3")
+    rungs = ("--approximation", "iad", "--approximation", "iad-wd")
+    (layer,) = inspected(*net, *FEW, *rungs, "--samples", "4")["layers"]
     assert layer["correlations"] is None
     assert list(layer["assumptions"]) == ["IAD", "WD"]
-    assert layer["comparison"]["targets"] == "4 drawn for each example"
+    assert layer["targets"] == "4 drawn"
+    (layer,) = inspected(*net, *FEW, *rungs)["layers"]
+    assert layer["targets"] == "8 drawn", "64 pixels are too many to enumerate"
 
 
 def test_names_of_layers_are_not_wrapped(own_networks):
     """Verdicts are wrapped before their intervals, not within them."""
-    net = ("--data", "digits", "--net", "inspectable:wordy", "--approximation", "kfc")
-    done = kfc_here("inspect", *net, *FEW)
+    net = ("--data", "digits", "--net", "inspectable:wordy", "--approximation", "iad")
+    done = kfc_here("inspect", *net, *FEW, "--examples", "128", "--batches", "6")
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines()[-1].startswith("Page: ")
     assert "from (1) to 2 " in done.stdout
     page = (own_networks / "inspect.html").read_text()
     assert '<th scope="row">from (1) to 2</th><td class=' in page
-    assert re.search(r"<td class=\"\w+\">\w+ [\d.]+ \([\d.]+\u00a0to\u00a0[\d.]+\)</td>", page)
+    assert re.search(r"<td class=\"\w+\">\w+ [\d.]+ \([-\d.]+\u00a0to\u00a0[\d.]+\) (of|in) ", page)
 
 
 # Wrong arguments
@@ -246,7 +257,13 @@ def test_names_of_layers_are_not_wrapped(own_networks):
             "examples must be a whole number of at least 2",
         ),
         (["--data", "digits", "--samples", "0"], 2, "samples must be"),
-        (["--data", "digits", "--samples-exact", "0"], 2, "exact_samples must be"),
+        (["--data", "digits", "--batches", "0"], 2, "batches must be"),
+        (["--data", "digits", "--budget", "0"], 2, "must be a positive duration"),
+        (
+            ["--data", "digits", "--examples", "400", "--batches", "4"],
+            2,
+            "examples must be at most 359 for 4 batches",
+        ),
         (["--data", "digits", "--damping", "0"], 2, "damping must be"),
         (["--data", "digits", "--memory", "-1"], 2, "memory must be"),
         (["--data", "digits", "--reach", "0"], 2, "reach must be"),
@@ -292,7 +309,7 @@ def test_the_default_page_must_not_be_a_folder(own_networks):
 
 def test_a_failed_inspection_leaves_no_folders(own_networks):
     before = sorted(own_networks.rglob("*"))
-    net = ("--data", "digits", "--net", "inspectable:normalised", "--examples", "4")
+    net = ("--data", "digits", "--net", "inspectable:normalised", *FEW)
     done = kfc_here("inspect", *net, "-o", "new/folder/page.html")
     assert_clear_error(done, 2, "statistics of its batch")
     assert sorted(own_networks.rglob("*")) == before
@@ -330,33 +347,106 @@ def test_progress_is_reported_by_layer():
         network_of(small_network()), lambda *step: told.append(step), approximations=("kfc", "iad")
     )
     assert [layer.name for layer in inspection.layers] == ["conv1", "conv2", "fc"]
+    # Layers with few parameters come first.
     assert list(dict.fromkeys(layer for layer, _, _ in told)) == ["conv1", "conv2", "fc"]
     parts = [part for _, _, part in told]
     assert parts == sorted(parts)
     assert parts[0] == 0
     assert parts[-1] < 1
-    assert [step for layer, step, _ in told if layer == "fc"][-2:] == ["KFC", "IAD alone"]
+    assert [step for layer, step, _ in told if layer == "fc"][-2:] == ["KFC", "IAD"]
 
 
 def test_the_memory_limits_the_examples():
     """1 KiB holds the derivatives of two examples at most, and no unit-wise block."""
     network = network_of(small_network())
     settings = {"layers": ("conv1",), "approximations": ("kfc", "unit-wise")}
-    (layer,) = inspect_small(network, memory=1 / 2**20, **settings).layers
-    assert (layer.examples, layer.compared_examples) == (2, 2)
+    inspection = inspect_small(network, memory=1 / 2**20, **settings)
+    (layer,) = inspection.layers
+    assert layer.examples == 2
     assert list(layer.comparison.approximations) == ["kfc"]
     assert any("unit-wise was left out" in note for note in layer.notes)
-    notes = notes_of(inspect_small(network, memory=1 / 2**20, **settings))
-    assert any("as many as fit into the memory" in note for note in notes)
+    assert "conv1: 3 batches of 2 examples" in notes_of(inspection)[-1]
+
+
+class Clock:
+    """A clock that advances by a given time with every example of a batch."""
+
+    def __init__(self, monkeypatch, seconds_per_example):
+        self.now, self.sizes = 0.0, []
+        runner = import_module("kfc.lab.inspection.runner")
+        monkeypatch.setattr(runner, "clock", lambda: self.now)
+        add = analysis.Comparison.add
+
+        def timed(comparison, record, gradient):
+            add(comparison, record, gradient)
+            self.now += seconds_per_example * record.examples
+            self.sizes.append(record.examples)
+
+        monkeypatch.setattr(runner.Comparison, "add", timed)
+
+
+@pytest.mark.parametrize(
+    ("budget", "sizes"),
+    [
+        # A second per example: a pilot of 16 s, then as large as five batches may be.
+        (10.0, [16]),
+        (120.0, [16] * 7),
+        (320.0, [16, 32, 32, 32, 32, 32, 32, 32, 32]),
+        (10_000.0, [16, *[128] * 8]),
+    ],
+)
+def test_examples_and_batches_are_chosen_from_the_time(monkeypatch, budget, sizes):
+    clock = Clock(monkeypatch, 1.0)
+    network = network_of(small_network(), examples=1024)
+    settings = InspectionSettings(layers=("fc",), budget=budget, approximations=("kfc",))
+    (layer,) = inspect_network(network, settings).layers
+    assert clock.sizes == sizes
+    assert layer.examples == sizes[-1]
+    assert layer.comparison.batches == sizes.count(sizes[-1])
+    assert clock.now <= max(budget, 16) + 16
+    if len(sizes) == 1:
+        assert "no intervals" in notes_of(replace_layers(network, settings, layer))[-1]
+
+
+def replace_layers(network, settings, *layers):
+    return Inspection(network.label, {}, None, settings, {}, layers)
+
+
+def test_layers_share_the_time(monkeypatch):
+    clock = Clock(monkeypatch, 1.0)
+    network = network_of(small_network(), examples=1024)
+    settings = InspectionSettings(budget=400.0, approximations=("kfc",))
+    inspect_network(network, settings)
+    assert 200 < clock.now <= 400
+
+
+def test_approximations_are_left_out_if_a_layer_takes_too_long(monkeypatch):
+    """The first batch of a layer may take twice its share of the time."""
+    clock = Clock(monkeypatch, 0.0)
+    build = analysis.APPROXIMATIONS["iad"].build
+
+    def slow(record):
+        clock.now += 100.0
+        return build(record)
+
+    kind = replace(analysis.APPROXIMATIONS["iad"], build=slow)
+    monkeypatch.setitem(analysis.APPROXIMATIONS, "iad", kind)
+    network = network_of(small_network(), examples=64)
+    settings = InspectionSettings(
+        layers=("fc",), budget=10.0, approximations=("diagonal", "iad", "kfc", "sua")
+    )
+    (layer,) = inspect_network(network, settings).layers
+    assert list(layer.comparison.approximations) == ["diagonal", "iad"]
+    assert layer.notes == tuple(f"{name} was left out: no time was left" for name in ("kfc", "sua"))
 
 
 def test_an_approximation_that_cannot_be_solved_is_left_out(monkeypatch):
     def unsolvable(self, vector, damping, tolerance):
         raise UnsolvableError("the system was not solved")
 
-    monkeypatch.setattr("kfc.analysis.exact.IndependentBlock.solve", unsolvable)
+    monkeypatch.setattr("kfc.analysis.independent.IndependentBlock.solve", unsolvable)
     network = network_of(small_network())
-    (layer,) = inspect_small(network, layers=("fc",), approximations=("iad", "kfc")).layers
+    (layer,) = inspect_small(network, layers=("conv1",), approximations=("iad", "kfc")).layers
     assert list(layer.comparison.approximations) == ["kfc"]
     assert layer.notes == ("iad was left out: the system was not solved",)
 
@@ -376,22 +466,22 @@ def test_a_layer_that_does_not_run_is_noted(tmp_path):
 
 def test_a_layer_whose_rows_do_not_belong_to_examples_is_noted():
     """The layer runs on 8 rows, even if there are 8 examples."""
-    for examples in (12, 8, 4):
+    for examples in (36, 24, 12):
         inspection = inspect_small(network_of(ConstantRows(), examples=examples))
         constant, fc = inspection.layers
         assert "rows that do not belong to one" in constant.notes[0]
-        assert constant.assumptions is None
+        assert constant.comparison is None
         assert fc.notes == ()
-        assert fc.assumptions is not None
+        assert fc.comparison is not None
 
 
 def test_examples_may_be_the_second_dimension_unless_ambiguous():
     """The layer runs on (8, M, 5)."""
-    for examples in (12, 2):
+    for examples in (36, 6):
         (first, _) = inspect_small(network_of(SequenceFirst(), examples=examples)).layers
         assert first.notes == ()
-        assert list(first.assumptions) == ["IAD", "SH", "SUD", "SUA", "WD"]
-    (first, _) = inspect_small(network_of(SequenceFirst(), examples=8)).layers
+        assert list(first.steps) == ["IAD", "SUD", "SH", "WD"]
+    (first, _) = inspect_small(network_of(SequenceFirst(), examples=24)).layers
     assert "another number of examples" in first.notes[0]
 
 
@@ -406,26 +496,28 @@ def test_a_layer_without_derivatives_has_no_errors(tmp_path):
     """Errors relative to a block of zeros are undefined, and left out everywhere."""
     model = small_network()
     model.conv2.weight.data.zero_()  # conv1 has no derivatives any more
-    inspection = inspect_small(network_of(model), approximations=("kfc", "diagonal"))
+    inspection = inspect_small(network_of(model), approximations=("iad", "diagonal"))
     text = json.dumps(inspection.to_json(), allow_nan=False)
-    assert json.loads(text)["format"] == 1
+    assert json.loads(text)["format"] == 2
     for row in quality_rows(inspection.layers[0].comparison)[1:]:
         assert row[2:7] == ("–",) * 5
     write_inspection_page(tmp_path / "page.html", [inspection], "Dead")
     page = (tmp_path / "page.html").read_text()
-    assert '<th scope="row">conv1</th><td class="holds">' in page
-    assert "<td>unknown</td>" in page
+    assert '<th scope="row">conv1</th><td>unknown</td>' in page
     (errors,) = (figure for figure in figures_in(page) if figure.id == "errors-0")
     marks = {trace["name"]: trace["y"] for trace in errors.variants[0]}
     assert marks["conv1"] == [None, None]
     assert all(error > 0 for error in marks["fc"])
 
 
-@pytest.mark.parametrize(("uncertainty", "cell"), [(0.01, "0.2 ± 0.01"), (math.nan, "0.2")])
-def test_an_unknown_uncertainty_is_left_out(uncertainty, cell):
-    quality = analysis.Quality(0.2, uncertainty, 0.1, 0.9, 0.8, 1.0, 0.0, True, None)
-    comparison = analysis.LayerComparison("fc", (1, 2, 3), 4, 1.0, 1.0, None, {"kfc": quality}, {})
-    assert quality_rows(comparison)[1][2] == cell
+def test_numbers_have_intervals_if_there_are_three_batches():
+    for rows, cell in ((3, "0.2 ± 0.05"), (0, "0.2")):
+        without = torch.tensor([[1.0, 0.2, 1.0], [1.0, 0.21, 1.0], [1.0, 0.19, 1.0]])[:rows]
+        quality = analysis.Quality(0.2, 0.0, 0.1, 0.9, 0.8, 1.0, 0.0, True, None, without)
+        comparison = analysis.LayerComparison(
+            "fc", (1, 2, 3), 1, 1, 3, 4, 1.0, 1.0, None, 1.0, 0.5, {"kfc": quality}, {}
+        )
+        assert quality_rows(comparison)[1][3] == cell
 
 
 @pytest.fixture
@@ -458,13 +550,13 @@ def test_ranks_are_thinned_on_a_logarithmic_scale():
 
 def test_every_figure_is_valid_plotly(figures_of, tmp_path):
     inspections = [
-        inspect_small(network_of(small_network(pooling), pooling), approximations=("kfc", "prong"))
+        inspect_small(network_of(small_network(pooling), pooling), approximations=("iad", "kfc"))
         for pooling in ("max", "average")
     ]
     figures = figures_of(*inspections)
-    # Two pictures of two kinds of two layers, three spectra, the errors; each twice.
+    # Two pictures of two kinds of two layers, three spectra, three figures of numbers; each twice.
     # The first layer has one input map, so there are no correlations between its maps.
-    assert len(figures) == 2 * (2 * 2 * 2 - 1 + 3 + 1)
+    assert len(figures) == 2 * (2 * 2 * 2 - 1 + 3 + 3)
     assert len({figure.id for figure in figures}) == len(figures)
     for figure in figures:
         for traces in figure.variants:
@@ -475,7 +567,7 @@ def test_every_figure_is_valid_plotly(figures_of, tmp_path):
     page = (tmp_path / "page.html").read_text()
     definitions = dict(re.findall(r"<dt>(\w+)</dt><dd>([^<]+)</dd>", page))
     assert tuple(definitions) == ASSUMPTIONS
-    assert definitions["WD"].startswith("white derivatives: the mean magnitude of the correlation")
+    assert definitions["WD"].startswith("white derivatives, on top of IAD: uncorrelated over maps")
     assert '<td class="fails">fails ' in page
     verdicts = [page.count(f'<td class="{name}">{name} ') for name in ("holds", "roughly", "fails")]
     hold, roughly, fail = verdicts
@@ -513,6 +605,7 @@ def test_only_one_side_of_a_layer_may_have_locations(figures_of, single):
     layer = replace(layer, correlations=replace(layer.correlations, **{single: None}))
     inspection = replace(inspection, layers=(layer,))
     pictures = {f"{kind}-0-0-{what}" for kind in KINDS for what in ("offsets", "maps")}
+    pictures.add("spectrum-0-0")  # of the exact block
     found = {figure.id for figure in figures_of(inspection)}
     assert found == pictures - {f"{single.replace('_offsets', 's')}-0-0-offsets"}
     assert inspection.to_json()["layers"][0]["correlations"][single] is None
@@ -520,16 +613,17 @@ def test_only_one_side_of_a_layer_may_have_locations(figures_of, single):
 
 def test_tokens_are_locations_of_one_dimension(figures_of):
     model = nn.Sequential(nn.Flatten(1, 2), nn.Linear(8, 3), nn.Flatten(), nn.Linear(24, 4))
-    inspection = inspect_small(network_of(model), layers=("1",), approximations=("kfc",))
+    rungs = (*analysis.LADDER, "iad-wd")
+    inspection = inspect_small(network_of(model), layers=("1",), approximations=rungs)
     (layer,) = inspection.layers
-    assert set(layer.assumptions) == set(ASSUMPTIONS)
+    assert set(layer.steps) == set(ASSUMPTIONS) - {"SUA"}
     types = {figure.id: figure.variants[0][0]["type"] for figure in figures_of(inspection)}
     assert types["derivatives-0-0-offsets"] == types["activations-0-0-offsets"] == "scatter"
 
 
 def test_a_convolution_to_a_single_location(figures_of):
     model = nn.Sequential(nn.Conv2d(1, 4, 8), nn.Flatten())
-    inspection = inspect_small(network_of(model), approximations=("kfc",))
+    inspection = inspect_small(network_of(model), approximations=("kfc", "sua"))
     header, row = verdict_rows(inspection)
     cells = dict(zip(header, row, strict=True))
     assert cells["SUD"] == "–"

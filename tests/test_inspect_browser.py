@@ -32,7 +32,7 @@ def inspection_page(tmp_path_factory):
         inspect_small(
             network_of(small_network(pooling, NASTY), label),
             layers=(NASTY, "fc"),
-            approximations=("kfc", "unit-wise"),
+            approximations=("iad", "kfc"),
         )
         for pooling, label in (("max", NASTY), ("average", "average"))
     ]
@@ -74,7 +74,8 @@ def test_every_figure_is_drawn_and_nothing_overflows(page):
         if (kind, what) != ("activations", "maps")
     }
     spectra = {f"spectrum-{layer}-{network}" for layer in range(2) for network in range(2)}
-    assert figure_ids(page) == pictures | spectra | {"errors-0", "errors-1"}
+    numbers = {f"{kind}-{n}" for kind in ("errors", "decreases", "traces") for n in range(2)}
+    assert figure_ids(page) == pictures | spectra | numbers
     assert undrawn(page) == []
     assert page_width(page) <= page.viewport_size["width"]
     for width, height, room, space in sizes(page):

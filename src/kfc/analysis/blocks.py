@@ -7,6 +7,7 @@ A vector is a gradient in matrix form, (..., groups, I, n). Dense forms are in t
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from functools import cached_property
@@ -27,6 +28,8 @@ from kfc.curvature.kronecker import Bases, Factors
 
 GIB = 1 << 30
 DEFAULT_MAX_GIB = 2.0
+# The most operations, up to a factor, for the spectrum of a block of every unit.
+LARGEST_SPECTRUM = 1e9
 # How far below zero rounding may take an eigenvalue, relative to the largest magnitude.
 NEGATIVE_TOLERANCE = 1e-6
 
@@ -212,20 +215,27 @@ class UnitBlock(Block):
 
     def solve(self, vector: Tensor, damping: float, tolerance: float = 1e-6) -> Tensor:
         require_number("damping", damping)
-        damped = in_widest(self.units).clone()
-        damped.diagonal(dim1=-2, dim2=-1).add_(damping)
         columns = vector.reshape(-1, *self.shape).permute(1, 2, 3, 0)
-        try:
-            solved: Tensor = torch.linalg.solve(damped, columns.to(damped))
-        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-            raise UnsolvableError("the block is singular; give a damping above 0") from error
-        return solved.permute(3, 0, 1, 2).reshape(vector.shape).to(vector)
+        solved = torch.empty_like(columns)
+        for group, unit in itertools.product(*map(range, self.shape[:2])):
+            # One at a time: in double precision, all of them may take several times the memory.
+            damped = in_widest(self.units[group, unit]).clone()
+            damped.diagonal().add_(damping)
+            try:
+                # A mean of outer products is positive definite with a damping.
+                root = torch.linalg.cholesky(damped)
+            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+                raise UnsolvableError("the block is singular; give a damping above 0") from error
+            right = columns[group, unit].to(damped).contiguous()
+            solved[group, unit] = torch.cholesky_solve(right, root).to(solved)
+        return solved.permute(3, 0, 1, 2).reshape(vector.shape)
 
     def trace(self) -> float:
         return float(self.units.diagonal(dim1=-2, dim2=-1).sum())
 
-    def spectrum(self) -> Tensor:
-        return self._eigenvalues
+    def spectrum(self) -> Tensor | None:
+        groups, rows, columns = self.shape
+        return self._eigenvalues if groups * rows * columns**3 <= LARGEST_SPECTRUM else None
 
     @cached_property
     def _eigenvalues(self) -> Tensor:

@@ -1,9 +1,9 @@
-"""Compare approximations of a layer's Fisher block with the exact block."""
+"""Compare approximations of a layer's Fisher block with the exact block, over several batches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,76 +14,20 @@ from torch import Tensor, nn
 from kfc._helpers import require_choice, require_number, require_whole
 from kfc.analysis.approximations import APPROXIMATIONS
 from kfc.analysis.blocks import DEFAULT_MAX_GIB, GIB, Block, TooLargeError, in_widest
+from kfc.analysis.errors import Errors, Probes
 from kfc.analysis.exact import ExactBlock
 from kfc.analysis.krylov import UnsolvableError, operator_norm, random_start
+from kfc.analysis.qualities import LayerComparison, Quality
 from kfc.analysis.recording import LayerRecord, factored_layers, record_layer, run_model, unchanged
 from kfc.fisher.heads import Output
 from kfc.fisher.likelihoods import Likelihood
 
 Progress = Callable[[str, str], None]
 
-# Errors of blocks with at most this many rows are computed from dense forms.
-DENSE_SIZE = 512
 DEFAULT_PROBES = 32
 # The relative residual of natural gradients that are found by products alone.
 SOLUTION_TOLERANCE = 1e-3
-# The number of eigenvectors that are treated exactly where the rest is estimated from probes.
-DEFLATED = 32
-
-
-@dataclass(frozen=True)
-class Quality:
-    """The quality of one approximation F̂ of a block F.
-
-    Attributes:
-        frobenius_error: ‖F̂ - F‖ / ‖F‖ in the Frobenius norm.
-        frobenius_uncertainty: the standard error of ``frobenius_error``; 0 if it was computed
-            exactly.
-        operator_error: ‖F̂ - F‖ / ‖F‖ in the operator norm, to about 1% (Lanczos' method).
-        cosine: the cosine of the angle between (F̂ + δ)⁻¹ g and the exact damped natural gradient.
-            Either has a relative residual of 0.001 if it has to be found by products alone.
-        decrease: the first-order decrease of the loss by a step along (F̂ + δ)⁻¹ g, relative to that
-            of the exact natural gradient with the same vᵀ(F + δ)v, and so at the same KL divergence
-            from the model before the step. At most 1.
-        trace_ratio: tr F̂ / tr F.
-        smallest_eigenvalue: the smallest eigenvalue of F̂, relative to the largest magnitude.
-        positive: whether F̂ is positive semi-definite, up to rounding.
-        spectrum: the eigenvalues of F̂, descending; ``None`` if they are not known.
-    """
-
-    frobenius_error: float
-    frobenius_uncertainty: float
-    operator_error: float
-    cosine: float
-    decrease: float
-    trace_ratio: float
-    smallest_eigenvalue: float
-    positive: bool
-    spectrum: Tensor | None
-
-
-@dataclass(frozen=True)
-class LayerComparison:
-    """The exact block of one layer, and the quality of each approximation.
-
-    Attributes:
-        layer: the layer's name in ``model.named_modules()``.
-        shape: the shape (groups, I, n) of the layer's gradient.
-        gradients: the number of gradients of single examples in the exact block.
-        trace, operator_norm: those of the exact block.
-        spectrum: the eigenvalues of the exact block, descending; ``None`` if it is too large.
-        approximations: the qualities by name, as in ``APPROXIMATIONS``.
-        left_out: the reason for each approximation that was too large or could not be solved.
-    """
-
-    layer: str
-    shape: tuple[int, int, int]
-    gradients: int
-    trace: float
-    operator_norm: float
-    spectrum: Tensor | None
-    approximations: Mapping[str, Quality]
-    left_out: Mapping[str, str]
+MOST_LANCZOS_STEPS = 24
 
 
 def compare_approximations(
@@ -102,7 +46,9 @@ def compare_approximations(
     max_gib: float = DEFAULT_MAX_GIB,
     progress: Progress | None = None,
 ) -> dict[str, LayerComparison]:
-    """Compare each approximation of each layer's Fisher block with the exact block.
+    """Compare each approximation of each layer's Fisher block with the exact block of one batch.
+
+    ``Comparison`` compares several batches.
 
     Args:
         layers: names in ``model.named_modules()``; by default all layers with Kronecker factors.
@@ -133,16 +79,11 @@ def compare_approximations(
             gradient = mean_gradient(record_of(layer, samples=1, seed=seed + 1))
         else:
             gradient = loss_gradient(model, inputs, record, loss, output)
-        found[layer] = compare_blocks(
-            record,
-            gradient,
-            names,
-            damping=damping,
-            probes=probes,
-            seed=seed,
-            max_gib=max_gib,
-            progress=progress,
+        comparison = Comparison(
+            names, damping=damping, probes=probes, seed=seed, max_gib=max_gib, progress=progress
         )
+        comparison.add(record, gradient)
+        found[layer] = comparison.result()
     return found
 
 
@@ -168,137 +109,221 @@ def loss_gradient(
     return record.layer.to_matrix(by_role).to(record.dtype)
 
 
-def compare_blocks(
-    record: LayerRecord,
-    gradient: Tensor,
-    names: Iterable[str],
-    *,
-    damping: float,
-    probes: int = DEFAULT_PROBES,
-    seed: int = 0,
-    max_gib: float = DEFAULT_MAX_GIB,
-    progress: Progress | None = None,
-) -> LayerComparison:
-    """Compare approximations of a recorded layer's block with the exact block.
+@dataclass(frozen=True)
+class _First:
+    """What is measured in the first batch only."""
+
+    operator_error: float
+    cosine: float
+    smallest_eigenvalue: float
+    spectrum: Tensor | None
+
+
+class Comparison:
+    """Compares approximations of a layer's block with the exact block, batch by batch.
 
     Args:
-        gradient: the gradient to compute natural gradients of, (groups, I, n).
         names: keys of ``kfc.analysis.APPROXIMATIONS``.
+        batches: the largest number of batches, which determines the memory of the probes.
+        expired: returns whether the approximations that follow must be left out.
 
     The other arguments are those of ``compare_approximations``.
     """
-    tell = progress or (lambda layer, step: None)
-    tell(record.name, "exact block")
-    exact = ExactBlock(record, max_gib)
-    reference = _Reference(exact, gradient, damping, probes, seed)
-    qualities, left_out = {}, {}
-    for name in names:
-        approximation = APPROXIMATIONS[name]
-        tell(record.name, approximation.title)
-        try:
-            needed = approximation.elements(record) * record.dtype.itemsize / GIB
-            if needed > max_gib:
-                raise TooLargeError(f"it needs {needed:.1f} GiB, more than {max_gib:g}")
-            block = approximation.build(record)
-            qualities[name] = reference.quality(block)
-        except (TooLargeError, UnsolvableError) as error:
-            left_out[name] = str(error)
-    return LayerComparison(
-        record.name,
-        record.shape,
-        exact.rows,
-        reference.trace,
-        reference.norm,
-        exact.spectrum(),
-        qualities,
-        left_out,
-    )
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        *,
+        damping: float,
+        probes: int = DEFAULT_PROBES,
+        seed: int = 0,
+        max_gib: float = DEFAULT_MAX_GIB,
+        batches: int = 1,
+        progress: Progress | None = None,
+        expired: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._names = list(names)
+        self._damping, self._seed, self._max_gib = damping, seed, max_gib
+        self._probes, self._batches = probes, batches
+        self._tell = progress or (lambda layer, step: None)
+        self._expired = expired
+        self._references: list[_Reference] = []
+        self._vectors: Probes | None = None
+        self._errors: dict[str, Errors] = {name: Errors(batches) for name in self._names}
+        self._exact = Errors(batches)
+        self._traces: dict[str, list[float]] = {name: [] for name in self._names}
+        self._decreases: dict[str, list[float]] = {name: [] for name in self._names}
+        self._positive = dict.fromkeys(self._names, True)
+        self._firsts: dict[str, _First] = {}
+        self._left_out: dict[str, str] = {}
+        self._summary: dict[str, Any] = {}
+
+    def add(self, record: LayerRecord, gradient: Tensor) -> None:
+        """Compare the blocks of one more batch.
+
+        Args:
+            gradient: the gradient to compute natural gradients of, (groups, I, n).
+        """
+        self._tell(record.name, "exact block")
+        exact = ExactBlock(record, self._max_gib)
+        if self._vectors is None:
+            self._vectors = Probes.for_block(exact, self._probe_count(exact), self._seed)
+            self._summary = _summary(record, exact)
+        reference = _Reference(exact, gradient, self._damping)
+        self._references.append(reference.without_block())
+        images = exact.product(self._vectors.vectors)
+        self._exact.add(images)
+        for name in self._names:
+            if name in self._left_out:
+                continue
+            self._tell(record.name, APPROXIMATIONS[name].title)
+            try:
+                if name not in self._firsts and self._expired():
+                    raise TooLargeError("no time was left")
+                self._add_block(name, self._built(name, record), reference, images)
+            except (TooLargeError, UnsolvableError) as error:
+                self._left_out[name] = str(error)
+
+    def _probe_count(self, exact: ExactBlock) -> int:
+        """Return the number of probes whose images in all batches fit into memory."""
+        if self._batches == 1:
+            return self._probes
+        # Of every approximation and of the exact block, and as many eigenvectors
+        copies = 2 * self._batches * (len(self._names) + 1)
+        room = self._max_gib * GIB / (exact.size * exact.like.element_size() * copies)
+        return min(self._probes, max(4, int(room)))
+
+    def result(self) -> LayerComparison:
+        """Return the comparison of all batches so far."""
+        found = {name: self._quality(name) for name in self._names if name not in self._left_out}
+        references = self._references
+        return LayerComparison(
+            **self._summary,
+            batches=len(references),
+            gain=_mean([each.best for each in references]),
+            plain_decrease=_mean([each.plain_decrease for each in references]),
+            approximations=found,
+            left_out=self._left_out,
+        )
+
+    def _built(self, name: str, record: LayerRecord) -> Block:
+        needed = APPROXIMATIONS[name].elements(record) * record.dtype.itemsize / GIB
+        if needed > self._max_gib:
+            raise TooLargeError(f"it needs {needed:.1f} GiB, more than {self._max_gib:g}")
+        return APPROXIMATIONS[name].build(record)
+
+    def _add_block(self, name: str, block: Block, reference: _Reference, images: Tensor) -> None:
+        assert self._vectors is not None
+        natural = block.solve(reference.gradient, self._damping, SOLUTION_TOLERANCE)
+        trace, decrease = block.trace(), reference.decrease(natural)
+        errors = block.product(self._vectors.vectors) - images
+        if name not in self._firsts:
+            self._firsts[name] = reference.details(block, natural, self._seed)
+        self._traces[name].append(trace)
+        self._decreases[name].append(decrease)
+        self._errors[name].add(errors)
+        self._positive[name] &= block.is_positive()
+
+    def _quality(self, name: str) -> Quality:
+        assert self._vectors is not None
+        exact = torch.tensor([each.trace for each in self._references], dtype=torch.float64)
+        own = torch.tensor(self._traces[name], dtype=torch.float64)
+        decreases = torch.tensor(self._decreases[name], dtype=torch.float64)
+        weights = self._vectors.weights
+        error, probe_error = self._errors[name].relative_to(self._exact, weights)
+        kept = _without_each(len(own))
+        rows = [
+            [
+                _ratio(own[some], exact[some]),
+                self._errors[name].relative_to(self._exact, weights, some)[0],
+                float(decreases[some].mean()),
+            ]
+            for some in kept
+        ]
+        return Quality(
+            frobenius_error=error,
+            probe_error=probe_error,
+            decrease=float(decreases.mean()),
+            trace_ratio=_ratio(own, exact),
+            positive=self._positive[name],
+            without_batch=torch.tensor(rows, dtype=torch.float64).reshape(-1, 3),
+            **vars(self._firsts[name]),
+        )
+
+
+def _summary(record: LayerRecord, exact: ExactBlock) -> dict[str, Any]:
+    """Return what a ``LayerComparison`` says about the layer and its first exact block."""
+    return {
+        "layer": record.name,
+        "shape": record.shape,
+        "locations": record.rows_per_example,
+        "offsets": record.layer.offsets,
+        "gradients": exact.rows,
+        "trace": exact.trace(),
+        "operator_norm": exact.operator_norm(),
+        "spectrum": exact.spectrum(),
+    }
 
 
 class _Reference:
-    """The exact block, with everything that approximations are compared with."""
+    """The exact block of a batch, and its natural gradient."""
 
-    def __init__(
-        self, exact: ExactBlock, gradient: Tensor, damping: float, probes: int, seed: int
-    ) -> None:
-        self.exact = exact
+    def __init__(self, exact: ExactBlock, gradient: Tensor, damping: float) -> None:
+        self.exact: ExactBlock | None = exact
         self.gradient = gradient
         self.damping = damping
         self.trace = exact.trace()
-        self.norm = exact.operator_norm()
         self.natural = exact.solve(gradient, damping, SOLUTION_TOLERANCE)
-        self.start = random_start(exact.shape, exact.like, seed + 2)
-        self.is_small = exact.size <= DENSE_SIZE
-        if self.is_small:
-            self.dense = exact.dense()
-        else:
-            self._draw_probes(probes, seed)
+        self.best = _dot(gradient, self.natural)
+        self.plain_decrease = self.decrease(gradient)
 
-    def _draw_probes(self, probes: int, seed: int) -> None:
-        """Draw random signs z, and treat the largest eigenvectors exactly to reduce the variance.
+    def without_block(self) -> _Reference:
+        """Return a copy without the block, to free the memory of its gradients."""
+        other = _Reference.__new__(_Reference)
+        vars(other).update({**vars(self), "exact": None})
+        return other
 
-        With the eigenvectors Q and P = 1 - QQᵀ, an error E has ‖E‖² = ‖EQ‖² + E‖EPz‖².
-        """
-        self.probes = probes
-        vectors = random_start((probes, *self.exact.shape), self.exact.like, seed).sign()
-        if self.exact.is_decomposable():
-            _, top = self.exact.top_eigenvectors(DEFLATED)
-            inside = vectors.flatten(1) @ top.flatten(1).mT @ top.flatten(1)
-            vectors = torch.cat([vectors - inside.reshape(vectors.shape), top])
-        self.vectors, self.images = vectors, self.exact.product(vectors)
+    def decrease(self, step: Tensor) -> float:
+        """Return gᵀv for v scaled to a given vᵀ(F + δ)v, relative to the largest possible gᵀv."""
+        assert self.exact is not None
+        image = self.exact.product(step) + self.damping * step
+        length = _dot(step, image)
+        if length <= 0 or self.best <= 0:
+            return math.nan
+        return _dot(self.gradient, step) / math.sqrt(length * self.best)
 
-    def quality(self, block: Block) -> Quality:
-        natural = block.solve(self.gradient, self.damping, SOLUTION_TOLERANCE)
+    def details(self, block: Block, natural: Tensor, seed: int) -> _First:
+        """Return what is measured in one batch only."""
+        exact = self.exact
+        assert exact is not None
+        start = random_start(exact.shape, exact.like, seed + 2)
+        norm = exact.operator_norm()
+        error = operator_norm(
+            lambda v: block.product(v) - exact.product(v), start, most=MOST_LANCZOS_STEPS
+        )
         spectrum = block.spectrum()
-        norm = block.operator_norm() if spectrum is not None else 0.0
-        return Quality(
-            *self._errors(block),
+        own = block.operator_norm() if spectrum is not None else 0.0
+        return _First(
+            operator_error=error / norm if norm else math.nan,
             cosine=_cosine(natural, self.natural),
-            decrease=self._decrease(natural),
-            trace_ratio=block.trace() / self.trace if self.trace else math.nan,
-            smallest_eigenvalue=block.smallest_eigenvalue() / norm if norm else 0.0,
-            positive=block.is_positive(),
+            smallest_eigenvalue=block.smallest_eigenvalue() / own if own else 0.0,
             spectrum=spectrum,
         )
 
-    def _errors(self, block: Block) -> tuple[float, float, float]:
-        """Return the Frobenius error, its standard error, and the operator error."""
-        if not self.norm:
-            return math.nan, 0.0, math.nan
-        if self.is_small:
-            error = block.dense() - self.dense
-            operator = torch.linalg.matrix_norm(error, 2).item()
-            return float(error.norm()) / float(self.dense.norm()), 0.0, operator / self.norm
-        operator = operator_norm(lambda v: block.product(v) - self.exact.product(v), self.start)
-        squares = (block.product(self.vectors) - self.images).square().sum((1, 2, 3))
-        of_probes = squares[: self.probes] + squares[self.probes :].sum()
-        ratio, uncertainty = _root_of_ratio(of_probes, self._squared_norms())
-        return ratio, uncertainty, operator / self.norm
 
-    def _squared_norms(self) -> Tensor:
-        """Return ‖F‖² for every probe: the exact value, or the estimate of each probe."""
-        spectrum = self.exact.spectrum()
-        if spectrum is None:
-            return self.images.square().sum((1, 2, 3))
-        return spectrum.square().sum().to(self.images).expand(self.probes)
-
-    def _decrease(self, natural: Tensor) -> float:
-        """Return gᵀv for v scaled to a given vᵀ(F + δ)v, relative to the largest possible gᵀv."""
-        image = self.exact.product(natural) + self.damping * natural
-        length = _dot(natural, image)
-        best = _dot(self.gradient, self.natural)
-        if length <= 0 or best <= 0:
-            return math.nan
-        return _dot(self.gradient, natural) / math.sqrt(length * best)
+def _without_each(count: int) -> list[list[int]]:
+    """Return all batches but one, for each one; nothing for fewer than three batches."""
+    everything = range(count)
+    return [[b for b in everything if b != left] for left in everything] if count > 2 else []
 
 
-def _root_of_ratio(above: Tensor, below: Tensor) -> tuple[float, float]:
-    """Return the root of the ratio of two means, and its standard error (jackknife)."""
-    count = len(above)
-    ratio = float((above.sum() / below.sum()).sqrt())
-    without = ((above.sum() - above) / (below.sum() - below)).sqrt()
-    deviation = (without - without.mean()).square().sum() * (count - 1) / count
-    return ratio, float(deviation.sqrt())
+def _ratio(above: Tensor, below: Tensor) -> float:
+    total = float(below.sum())
+    return float(above.sum()) / total if total else math.nan
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _dot(first: Tensor, second: Tensor) -> float:

@@ -32,18 +32,10 @@ class Maps:
     def locations(self) -> int:
         return prod(self.size)
 
-    def centred(self) -> Maps:
-        """Return the maps minus their means over draws, examples and locations."""
-        values = self.values.to(widest(self.values.device))
-        return Maps(values - values.mean((0, 1, *range(3, values.dim())), keepdim=True))
-
-    def split(self, count: int) -> Iterator[Maps]:
-        """Yield at most ``count`` maps at a time."""
-        return map(Maps, self.values.split(count, dim=2))
-
     def chunks(self) -> Iterator[Tensor]:
         """Yield the values of a few examples at a time, in the widest precision."""
-        step = max(1, CHUNK_ELEMENTS // max(1, self.values[:, 0].numel() * 4))
+        # In double precision, padded, with spectra of complex numbers
+        step = max(1, CHUNK_ELEMENTS // max(1, self.values[:, 0].numel() * 16))
         return (part.to(widest(part.device)) for part in self.values.split(step, dim=1))
 
 
@@ -82,19 +74,19 @@ def offset_steps(limits: Sequence[int]) -> Tensor:
 
 
 def products_by_offset(maps: Maps, reach: int) -> Tensor:
-    """Return Σ over draws and locations u of x(u) x(u + δ), (examples, maps, *offsets)."""
+    """Return Σ over draws, examples and locations u of x(u) x(u + δ), (maps, *offsets)."""
     require_whole("reach", reach, low=0)
     limits = offset_reach(maps.size, reach)
     dims = tuple(range(-len(maps.size), 0))
     padded = [length + limit for length, limit in zip(maps.size, limits, strict=True)]
     found = []
     for values in maps.chunks():
-        spectra = torch.fft.rfftn(values, s=padded, dim=dims).abs().square().sum(0)
+        spectra = torch.fft.rfftn(values, s=padded, dim=dims).abs().square().sum((0, 1))
         products = torch.fft.irfftn(spectra, s=padded, dim=dims)
         for dim, limit in zip(dims, limits, strict=True):
             products = products.roll(limit, dim).narrow(dim, 0, 2 * limit + 1)
         found.append(products)
-    return torch.cat(found)
+    return torch.stack(found).sum(0)
 
 
 def correlations_by_offset(products: Tensor, size: Sequence[int], reach: int) -> Tensor:
@@ -120,16 +112,7 @@ def at_location(values: Tensor, location: Sequence[int]) -> Tensor:
 
 def autocorrelation(maps: Maps, reach: int = DEFAULT_REACH) -> Tensor:
     """Return the correlation of each map with itself at each offset, (maps, *offsets)."""
-    return correlations_by_offset(products_by_offset(maps, reach).sum(0), maps.size, reach)
-
-
-def cross_map_moments(maps: Maps) -> Tensor:
-    """Return Σ over draws and locations of x_i x_j, (examples, maps, maps)."""
-    found = []
-    for values in maps.chunks():
-        by_map = values.reshape(*values.shape[:3], -1).permute(1, 2, 0, 3).flatten(2)
-        found.append(by_map @ by_map.mT)
-    return torch.cat(found)
+    return correlations_by_offset(products_by_offset(maps, reach), maps.size, reach)
 
 
 def middle_moment(maps: Maps) -> Tensor:

@@ -1,4 +1,4 @@
-"""The exact Fisher block of a layer, and the one that assumes IAD alone (Lemma 1)."""
+"""The exact Fisher block of a layer."""
 
 from __future__ import annotations
 
@@ -178,58 +178,6 @@ class ExactBlock(Block):
                 small.addmm_(columns, columns.mT)
         values, basis = torch.linalg.eigh(small)
         return values, basis
-
-
-class IndependentBlock(Block):
-    """Σ_t Σ_t′ E[a_t a_t′ᵀ] ⊗ E[Ds_t Ds_t′ᵀ]: activations independent of derivatives (Lemma 1).
-
-    This is the second moment of the gradients Σ_t Ds_t (1, a_t) with the activations and the
-    derivatives of all pairs of examples.
-    """
-
-    def __init__(self, record: LayerRecord) -> None:
-        super().__init__(record.shape, record.like)
-        self.record = record
-        # (draws · examples, groups, |T|, I)
-        self._derivatives = record.derivative_rows(slice(0, record.examples)).flatten(0, 1)
-
-    def product(self, vector: Tensor) -> Tensor:
-        groups, rows, columns = self.shape
-        several = vector.reshape(-1, *self.shape)
-        count, locations = len(several), self.record.rows_per_example
-        derivatives = self._derivatives.flatten(1)
-        # (groups, n, k · I)
-        stacked = several.permute(1, 3, 0, 2).flatten(2)
-        total = torch.zeros_like(stacked)
-        per_example = groups * locations * (columns + 3 * rows * count)
-        for part in self.record.chunks(per_example + count * len(self._derivatives)):
-            activations = self.record.activation_rows(part)
-            images = (activations @ stacked).unflatten(-1, (count, rows))
-            # (k, examples, groups · |T| · I)
-            images = images.permute(3, 0, 1, 2, 4).flatten(2)
-            images = (images @ derivatives.mT) @ derivatives
-            images = images.unflatten(2, (groups, locations, rows)).permute(1, 2, 3, 0, 4)
-            total += _over_rows(activations).mT @ _over_rows(images.flatten(3))
-        by_vector: Tensor = total.unflatten(2, (count, rows)).permute(2, 0, 3, 1)
-        return by_vector.reshape(vector.shape) / self.record.examples**2
-
-    def trace(self) -> float:
-        """Return Σ_t Σ_t′ E[a_t · a_t′] E[Ds_t · Ds_t′]."""
-        locations = self.record.rows_per_example
-        activation = self.like.new_zeros(self.shape[0], locations, locations)
-        derivative = torch.zeros_like(activation)
-        for _, activations, derivatives in self.record.row_chunks():
-            activation += torch.einsum("mgtn,mgun->gtu", activations, activations)
-            derivative += torch.einsum("rmgti,rmgui->gtu", derivatives, derivatives)
-        return float((activation * derivative).sum()) / self.record.examples**2
-
-    def dense(self) -> Tensor:
-        record, total = self.record, self.like.new_zeros(self.size, self.size)
-        for example in range(record.examples):  # faster than products with unit vectors
-            activations = record.activation_rows(slice(example, example + 1))
-            gradients = (self._derivatives.mT @ activations).mT.flatten(1)
-            total.addmm_(gradients.mT, gradients)
-        return total / record.examples**2
 
 
 def _over_rows(values: Tensor) -> Tensor:

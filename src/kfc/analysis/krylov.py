@@ -98,29 +98,39 @@ def operator_norm(
 
 
 def conjugate_gradients(
-    product: Product, right: Tensor, *, tolerance: float = 1e-6, most: int = 1000
+    product: Product,
+    right: Tensor,
+    *,
+    tolerance: float = 1e-6,
+    most: int = 1000,
+    preconditioner: Product = lambda vector: vector,
 ) -> Tensor:
     """Return the solution of a positive definite system.
+
+    Args:
+        preconditioner: returns an approximate inverse, positive definite, times a vector.
 
     Raises:
         UnsolvableError: if the relative residual is above the tolerance after ``most`` steps.
     """
     solution = torch.zeros_like(right)
-    residual = direction = right
-    square = right.square().sum()
-    goal = tolerance**2 * square
+    residual = right
+    goal = tolerance * right.norm()
+    direction = preconditioner(residual)
+    square = (residual * direction).sum()
     for _ in range(most):
-        if square <= goal:
-            break
+        if residual.norm() <= goal:
+            return solution
         image = product(direction)
         length = square / (direction * image).sum()
         solution = solution + length * direction
         residual = residual - length * image
-        square, before = residual.square().sum(), square
-        direction = residual + square / before * direction
-    if square <= goal:
+        scaled = preconditioner(residual)
+        square, before = (residual * scaled).sum(), square
+        direction = scaled + square / before * direction
+    if residual.norm() <= goal:
         return solution
     raise UnsolvableError(
         f"the system was not solved in {most} steps; the relative residual is "
-        f"{(square / right.square().sum()).sqrt().item():.1e}; give a larger damping"
+        f"{(residual.norm() / right.norm()).item():.1e}; give a larger damping"
     )

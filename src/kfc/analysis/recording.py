@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -73,12 +73,14 @@ class LayerRecord:
         layer: the layer's geometry.
         calls: the calls of the layer in one forward pass.
         examples: the number of examples in the batch.
+        blocks: blocks of the record that are needed more than once, by name.
     """
 
     name: str
     layer: MatrixLayer
     calls: tuple[LayerCall, ...]
     examples: int
+    blocks: dict[str, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def draws(self) -> int:
@@ -132,8 +134,7 @@ class LayerRecord:
         """Return the rows (1, a_t) of a part of the examples, (examples, groups, |T|, n)."""
         layer, trained, rows = self.layer, self.layer.trained(), []
         for call in self.calls:
-            inputs = self._select(call.inputs, part).to(self.dtype)
-            outputs = self._select(call.outputs, part)
+            inputs, outputs = self.selected(call, part)
             columns = []
             if "bias" in trained:
                 columns.append(inputs.new_ones(*layer.derivative_rows(outputs).shape[:2], 1))
@@ -152,6 +153,11 @@ class LayerRecord:
             by_row = by_row.unflatten(1, (self.draws, part.stop - part.start, -1))
             rows.append(by_row.permute(1, 2, 0, 3, 4))
         return torch.cat(rows, dim=3)
+
+    def selected(self, call: LayerCall, part: slice) -> tuple[Tensor, Tensor]:
+        """Return a call's inputs, and a tensor like its outputs, for a part of the examples."""
+        inputs = self._select(call.inputs, part).to(self.dtype)
+        return inputs, self._select(call.outputs, part)
 
     def _select(self, tensor: Tensor, part: slice, dim: int = 0) -> Tensor:
         """Return a part of the examples; frames folded into the batch stay with their example."""

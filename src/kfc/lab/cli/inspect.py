@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Annotated, Any
@@ -20,12 +22,15 @@ from kfc.lab.components import require_network
 from kfc.lab.config import OPTIONS, RunConfig, make_config
 from kfc.lab.data import load
 from kfc.lab.data.loading import create_data_folder
+from kfc.lab.inspection.advice import DEFAULT_OVERHEAD
+from kfc.lab.inspection.advice import advise as advice_for
 from kfc.lab.inspection.networks import PARAMETERS, InspectedNetwork, inspected_network
 from kfc.lab.inspection.results import FORMAT, PANEL, Inspection, InspectionSettings
-from kfc.lab.inspection.runner import STEPS, inspect_network, selected_layers
+from kfc.lab.inspection.runner import FIRST_STEP, inspect_network, selected_layers
 from kfc.lab.networks import require_trusted
 from kfc.lab.options import ConfigError, not_one_of, options_of
 from kfc.lab.report import inspection as report
+from kfc.lab.report.advice import advice_notes, advice_rows
 from kfc.lab.runs import Record, read_record
 
 PAGE = Path("inspect.html")
@@ -33,12 +38,41 @@ UNTRAINED = "An untrained network instead of a run"
 SETTINGS = options_of(InspectionSettings)
 # Shorter than the page's header; Frobenius and operator are errors.
 HEADER = tuple(name.removesuffix(" error").removesuffix(" ratio") for name in report.QUALITIES)
-NET = typer.Option(
-    help=f"{OPTIONS['net'].help}; may be repeated. With runs: the network of your own in them.",
-    rich_help_panel=UNTRAINED,
-)
-RAW = typer.Option(help="Parameters of a run: averaged (default) or raw.", rich_help_panel=PANEL)
-OUT = typer.Option("--out", "-o", help=f"HTML page to write; default: {PAGE}, none with --json.")
+Runs = Annotated[list[Path] | None, typer.Argument(metavar="RUN", help="Folders of runs.")]
+Nets = Annotated[
+    list[str] | None,
+    typer.Option(
+        help=f"{OPTIONS['net'].help}; may be repeated. With runs: the network of your own in them.",
+        rich_help_panel=UNTRAINED,
+    ),
+]
+Parameters = Annotated[
+    str | None,
+    typer.Option(help="Parameters of a run: averaged (default) or raw.", rich_help_panel=PANEL),
+]
+Advise = Annotated[
+    bool,
+    typer.Option(
+        "--advise",
+        help="Also advise how to train each network, and print a command for it.",
+        rich_help_panel=PANEL,
+    ),
+]
+Overhead = Annotated[
+    float | None,
+    typer.Option(
+        help="Time that curvature may add to a training step, as a fraction, for --advise "
+        f"(default: {DEFAULT_OVERHEAD:g}).",
+        rich_help_panel=PANEL,
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", help=f"HTML page to write; default: {PAGE}, none with --json."),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON instead of tables, and nothing else.")
+]
 
 
 @with_options(
@@ -49,26 +83,25 @@ OUT = typer.Option("--out", "-o", help=f"HTML page to write; default: {PAGE}, no
     ]
 )
 def inspect(
-    runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN", help="Folders of runs.")
-    ] = None,
-    net: Annotated[list[str] | None, NET] = None,
+    runs: Runs = None,
+    net: Nets = None,
     trust_net: TrustNet = False,
-    parameters: Annotated[str | None, RAW] = None,
-    out: Annotated[Path | None, OUT] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON instead of tables, and nothing else.")
-    ] = False,
+    parameters: Parameters = None,
+    advise: Advise = False,
+    overhead: Overhead = None,
+    out: Out = None,
+    as_json: AsJson = False,
     data_dir: DataDir = None,
     create: Create = False,
     **values: Any,
 ) -> None:
-    """Test the assumptions of the Fisher approximations, and measure their accuracy.
+    """Measure what each assumption of the Fisher approximations loses, layer by layer.
 
     Inspects the networks of runs, or untrained ones. Prints a table of
     verdicts, and for each layer how far each approximation is from the exact
     block of the Fisher matrix. Writes a page with correlations over space and
     between maps, spectra and tables. Several networks are shown side by side.
+    Takes five minutes for each network, or the time of --budget.
 
     Examples:
 
@@ -76,7 +109,9 @@ def inspect(
 
       kfc inspect runs/max runs/average -o pooling.html
 
-      kfc inspect --net cuda-convnet --data cifar10 --layer conv2 --examples 64
+      kfc inspect --net cuda-convnet --data cifar10 --layer conv2 --budget 90s
+
+      kfc inspect runs/max --advise --overhead 0.1
 
       kfc inspect runs/max --layer conv2 --json | jq '.inspections[0].layers[0].assumptions'
     """
@@ -87,6 +122,8 @@ def inspect(
         page = out or (None if as_json else PAGE)
         if page is not None:
             screen.require_page(page)
+        if overhead is not None:
+            _require_overhead(overhead, advise)
         settings = _settings({name: given.pop(name) for name in SETTINGS if name in given})
         if (threads := given.pop("threads", None)) is not None:
             OPTIONS["threads"].check(threads)
@@ -99,7 +136,27 @@ def inspect(
         networks = _networks(chosen, parameters or PARAMETERS[0], settings, data_dir)
         if page is not None:  # before the work begins
             _require_writable(page)
-        _publish(_inspect(networks, settings), page, as_json)
+        found = _inspect(networks, settings)
+        if advise:
+            found = _advised(networks, found, overhead or DEFAULT_OVERHEAD)
+        _publish(found, page, as_json)
+
+
+def _advised(
+    networks: Sequence[InspectedNetwork], found: Sequence[Inspection], overhead: float
+) -> list[Inspection]:
+    """Return the inspections with advice."""
+    pairs = zip(networks, found, strict=True)
+    return [replace(one, advice=advice_for(network, one, overhead)) for network, one in pairs]
+
+
+def _require_overhead(overhead: float, advise: bool) -> None:
+    if not advise:
+        raise typer.BadParameter("--overhead has no effect without --advise")
+    if not 0 < overhead < math.inf:
+        raise typer.BadParameter(
+            f"must be a positive number, got {overhead:g}", param_hint="--overhead"
+        )
 
 
 def _settings(chosen: dict[str, Any]) -> InspectionSettings:
@@ -141,9 +198,7 @@ def _networks(
 ) -> list[InspectedNetwork]:
     """Return the networks, after checking that they have the layers to inspect."""
     networks = [
-        inspected_network(
-            config, load(config.problem.data, data_dir), settings.examples, record, parameters
-        )
+        inspected_network(config, load(config.problem.data, data_dir), settings, record, parameters)
         for config, record in chosen
     ]
     for network in networks:
@@ -174,7 +229,7 @@ def _inspect(
                 layer: str, step: str, part: float, label: str = network.label, task: Any = task
             ) -> None:
                 progress.update(task, completed=part, state=screen.shown(f"{layer}: {step}"))
-                if step == STEPS[0] and not screen.errors.is_terminal:  # there is no moving bar
+                if step == FIRST_STEP and not screen.errors.is_terminal:  # there is no moving bar
                     screen.say(f"{label}: {layer}", on=screen.errors)
 
             found.append(inspect_network(network, settings, show))
@@ -200,7 +255,7 @@ def _publish(found: Sequence[Inspection], page: Path | None, as_json: bool) -> N
 
 def _print(inspection: Inspection) -> None:
     verdicts = [
-        (layer, *(cell.replace(" (", "\n(") for cell in cells))
+        (layer, *(cell.replace(" (", "\n(").replace(") ", ")\n") for cell in cells))
         for layer, *cells in report.verdict_rows(inspection)
     ]
     tables = [(inspection.label, verdicts)]
@@ -208,8 +263,10 @@ def _print(inspection: Inspection) -> None:
         if layer.comparison is not None:
             rows = [HEADER, *report.quality_rows(layer.comparison)[1:]]
             tables.append((f"{inspection.label}, {layer.name} ({layer.kind})", rows))
+    if inspection.advice is not None:
+        tables.append((f"{inspection.label}: advice", advice_rows(inspection.advice)))
     for title, rows in tables:
         table = screen.as_table(rows, screen.shown(title), compact=True)
         screen.console.print(table, highlight=False)
-    for note in report.notes_of(inspection):
+    for note in [*report.notes_of(inspection), *advice_notes(inspection.advice)]:
         screen.say(note)

@@ -12,6 +12,7 @@ from kfc.lab.components import NetworkComponents, Task
 from kfc.lab.config import ConfigError, RunConfig
 from kfc.lab.data import Dataset
 from kfc.lab.disk import RunError
+from kfc.lab.inspection.results import InspectionSettings
 from kfc.lab.runs import Record, matching_checkpoint, read_checkpoint, require_data
 
 PARAMETERS = ("averaged", "raw")
@@ -39,7 +40,7 @@ class InspectedNetwork:
 def inspected_network(
     config: RunConfig,
     data: Dataset,
-    examples: int,
+    settings: InspectionSettings,
     record: Record | None = None,
     parameters: str = "averaged",
 ) -> InspectedNetwork:
@@ -57,8 +58,15 @@ def inspected_network(
         RunError: there is no checkpoint, or the checkpoint or the data are not of this run.
     """
     available = config.problem.train_examples or len(data.train.labels)
-    if examples > available:
-        raise ConfigError(f"examples must be at most {available}, the training set; got {examples}")
+    batches = settings.batches or 1
+    if settings.examples is not None and settings.examples * batches > available:
+        raise ConfigError(
+            f"examples must be at most {available // batches} for {batches} batches, since the "
+            f"training set has {available}; got {settings.examples}"
+            if batches > 1
+            else f"examples must be at most {available}, the training set; got {settings.examples}"
+        )
+    examples = min(available, settings.most_examples)
     components = NetworkComponents(config, data)
     options = ("net", "data", "init", "inputs", "seed")
     label, training = config.problem.net, None

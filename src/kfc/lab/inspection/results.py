@@ -11,12 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfc.analysis import APPROXIMATIONS, Assumption, Correlations, LayerComparison
-from kfc.analysis.blocks import DEFAULT_MAX_GIB
+from kfc.analysis import (
+    APPROXIMATIONS,
+    Correlations,
+    LayerComparison,
+    Step,
+    ladder_steps,
+    rung_estimates,
+)
 from kfc.analysis.correlations import DEFAULT_REACH
-from kfc.lab.options import ConfigError, check_options, not_one_of, option
+from kfc.lab.options import ConfigError, check_options, duration, not_one_of, option
 
-FORMAT = 1
+FORMAT = 2
+# The losses of a step, and the numbers of an approximation that have intervals.
+LOSSES = ("trace", "frobenius", "decrease")
+MOST_BATCHES = 8
+# The numbers of examples in a batch to choose from; the first one is measured.
+SIZES = (16, 32, 64, 128)
+# All targets are enumerated up to the first number; otherwise the second number is drawn.
+MOST_TARGETS, DRAWN_TARGETS = 16, 8
+# The treatment of a layer without curvature.
+PLAIN = "plain gradient"
+# A layer wastes time if KFC there takes more than the first share of the time of all layers' KFC,
+# and adds less than the second share of the decrease of the loss.
+LARGE_SHARE, SMALL_SHARE = 0.1, 0.02
 MOST_EIGENVALUES = 400
 PANEL = "Inspection"
 _option = partial(option, panel=PANEL, positive=True)
@@ -24,7 +42,10 @@ _option = partial(option, panel=PANEL, positive=True)
 
 @dataclass(frozen=True)
 class InspectionSettings:
-    """The options of an inspection."""
+    """The options of an inspection.
+
+    The numbers of examples and batches are chosen from the time budget if they are ``None``.
+    """
 
     seed: int = _option(
         0, "Seed of drawn targets, and of the weights of an untrained network", positive=False
@@ -32,14 +53,23 @@ class InspectionSettings:
     layers: Sequence[str] = _option(
         (), "Name of a layer such as conv2, may be repeated; by default all layers", flag="layer"
     )
+    budget: float = _option(
+        300.0,
+        'Time for each network, such as "90s", "5m" or "1h", from which the numbers of examples '
+        "and batches are chosen; by default 5m",
+        parse=duration,
+    )
     # A single example has no spread.
-    examples: int = _option(256, "Number of training examples", positive=False, low=2)
-    samples: int = _option(8, "Targets drawn for each example, for assumptions and correlations")
-    exact_samples: int | None = _option(
+    examples: int | None = _option(
+        None, "Training examples in each batch; by default chosen", positive=False, low=2
+    )
+    batches: int | None = _option(
+        None, "Batches of examples; intervals need three; by default chosen"
+    )
+    samples: int | None = _option(
         None,
-        "Targets drawn for each example, for the blocks; by default all targets, so that the "
-        "blocks are exact",
-        flag="samples-exact",
+        f"Targets drawn for each example; by default all targets if there are at most "
+        f"{MOST_TARGETS}, and otherwise {DRAWN_TARGETS}",
     )
     damping: float = _option(1e-3, "Damping of the natural gradients that are compared")
     approximations: Sequence[str] = _option(
@@ -49,7 +79,7 @@ class InspectionSettings:
     )
     reach: int = _option(DEFAULT_REACH, "Largest offset between locations, in pixels")
     memory: float = _option(
-        DEFAULT_MAX_GIB, "Size limit of each of the largest arrays, in GiB", panel="Machine"
+        0.5, "Size limit of each of the largest arrays, in GiB", panel="Machine"
     )
 
     def __post_init__(self) -> None:
@@ -57,6 +87,16 @@ class InspectionSettings:
         for name in self.approximations:
             if name not in APPROXIMATIONS:
                 raise ConfigError(not_one_of("approximation", name, APPROXIMATIONS))
+
+    @property
+    def most_batches(self) -> int:
+        """The largest number of batches."""
+        return self.batches or MOST_BATCHES
+
+    @property
+    def most_examples(self) -> int:
+        """The largest number of examples in all batches."""
+        return (self.examples or SIZES[-1]) * self.most_batches
 
 
 @dataclass(frozen=True)
@@ -66,10 +106,10 @@ class LayerInspection:
     Attributes:
         kind: the layer's class, such as "Conv2d".
         shape: (groups, I, n) of the layer's gradient.
-        examples, compared_examples: number of examples of the assumptions and of the comparison;
-            fewer than requested if more do not fit into the memory.
+        examples: number of examples in each batch.
+        targets: "all", or how many were drawn for each example.
+        seconds: the time that the layer took.
         correlations: ``None`` for layers without locations.
-        targets: targets of the comparison: "enumerated", or how many were drawn.
         comparison: ``None`` if it was not possible.
         notes: results that were left out, and why.
     """
@@ -78,12 +118,16 @@ class LayerInspection:
     kind: str
     shape: tuple[int, int, int]
     examples: int = 0
-    assumptions: Mapping[str, Assumption] | None = None
-    correlations: Correlations | None = None
-    compared_examples: int = 0
     targets: str = ""
+    seconds: float = 0.0
+    correlations: Correlations | None = None
     comparison: LayerComparison | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> dict[str, Step]:
+        """What each assumption loses, by name."""
+        return {} if self.comparison is None else ladder_steps(self.comparison)
 
     @property
     def spectra(self) -> dict[str, Tensor | None]:
@@ -98,13 +142,16 @@ class LayerInspection:
 
     def to_json(self) -> dict[str, Any]:
         assumptions = {
-            name: {"verdict": each.verdict, **vars(each.deciding), "measures": each.measures}
-            for name, each in (self.assumptions or {}).items()
+            name: {
+                "verdict": step.verdict,
+                "measure": step.measure,
+                **vars(step.deciding),
+                **{loss: vars(getattr(step, loss)) for loss in LOSSES},
+            }
+            for name, step in self.steps.items()
         }
         comparison = None if self.comparison is None else self._comparison(self.comparison)
-        content = {**vars(self), "assumptions": assumptions, "comparison": comparison}
-        del content["compared_examples"], content["targets"]  # they are in the comparison
-        return content
+        return {**vars(self), "assumptions": assumptions, "comparison": comparison}
 
     def _comparison(self, found: LayerComparison) -> dict[str, Any]:
         spectra = {}
@@ -117,19 +164,66 @@ class LayerInspection:
                 "title": APPROXIMATIONS[name].title,
                 "assumes": APPROXIMATIONS[name].assumes,
                 **vars(quality),
+                "intervals": dict(zip(LOSSES, map(vars, rung_estimates(quality)), strict=True)),
                 "spectrum": spectra.get(name),
             }
             for name, quality in found.approximations.items()
         }
         return {
-            "examples": self.compared_examples,
-            "targets": self.targets,
-            "gradients": found.gradients,
-            "trace": found.trace,
-            "operator_norm": found.operator_norm,
+            **{k: v for k, v in vars(found).items() if k not in ("layer", "shape", "left_out")},
             "spectrum": spectra.get("exact"),
             "approximations": approximations,
         }
+
+
+@dataclass(frozen=True)
+class LayerAdvice:
+    """The advice for one layer.
+
+    Attributes:
+        approximation: the one to use, or ``PLAIN``.
+        decrease, plain_decrease: that of the approximation, and of the plain gradient.
+        trace_correction: tr F / tr F̂ of KFC, by which its curvature would have to be multiplied.
+        seconds: the time that KFC adds to a step for this layer.
+        time_share: its part of the time of KFC in all layers.
+        decrease_share: the part of the decrease of the loss that KFC in this layer adds to that of
+            its plain gradient.
+    """
+
+    layer: str
+    approximation: str
+    decrease: float
+    plain_decrease: float
+    trace_correction: float
+    seconds: float
+    time_share: float
+    decrease_share: float
+
+    @property
+    def wastes_time(self) -> bool:
+        """Whether KFC takes much of the time for little of the decrease."""
+        return self.time_share > LARGE_SHARE and self.decrease_share < SMALL_SHARE
+
+
+@dataclass(frozen=True)
+class Advice:
+    """How to train a network.
+
+    Attributes:
+        overhead: the allowed time of curvature, relative to that of the network's own passes.
+        passes: the seconds of a forward and a backward pass of a batch.
+        layers: the advice for every inspected layer.
+        curvature: the best approximation for all layers together, which `kfc train` takes.
+        command: a `kfc train` command.
+        call: the same in Python, with the plain gradient where the advice says so.
+    """
+
+    overhead: float
+    passes: float
+    layers: Sequence[LayerAdvice]
+    curvature: str
+    command: str
+    call: str
 
 
 @dataclass(frozen=True)
@@ -142,6 +236,7 @@ class Inspection:
     settings: InspectionSettings
     environment: Mapping[str, Any]
     layers: Sequence[LayerInspection]
+    advice: Advice | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON; numbers that are not finite become ``None``."""

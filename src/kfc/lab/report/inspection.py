@@ -10,20 +10,40 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from kfc.analysis import APPROXIMATIONS, Assumption, LayerComparison
+from kfc.analysis import APPROXIMATIONS, STEPS, Estimate, LayerComparison, Step, rung_estimates
 from kfc.lab.inspection.results import Inspection, LayerInspection, thinned_spectrum
+from kfc.lab.report.advice import advice_notes, advice_rows
 from kfc.lab.report.figures import Figure, layout, line, plain
 from kfc.lab.report.heatmaps import cross_map_figure, offset_figure
 from kfc.lab.report.rendering import write_html
 from kfc.lab.report.tables import MISSING, Comparison, Row, compare_values, number
 
-ASSUMPTIONS = ("IAD", "SH", "SUD", "SUA", "WD")
+ASSUMPTIONS = tuple(STEPS)
+LOSS_NAMES = {"trace": "of the trace", "frobenius": "in error", "decrease": "of the decrease"}
+# The rungs of the ladder, by what they add to the one above in the table.
+RUNGS = {
+    "iad": "+ IAD",
+    "iad-sud": "+ SUD",
+    "kfc": "+ SH = KFC",
+    "sua": "+ SUA",
+    "prong": "+ WD = PRONG",
+}
 QUALITIES = (
-    *("approximation", "assumes", "Frobenius error", "operator error"),
-    *("cosine", "decrease", "trace ratio", "PSD"),
+    *("approximation", "assumes", "trace ratio", "Frobenius error", "decrease"),
+    *("operator error", "cosine", "PSD"),
 )
+# The figures of all approximations: what they show, and the place of its estimate.
+MEASURES = {"errors": "Frobenius error", "decreases": "decrease", "traces": "trace ratio"}
+CAPTIONS = {
+    "errors": "Distance from the exact block; lower is better.",
+    "decreases": "Decrease of the loss at equal KL divergence; 1 is the exact block's.",
+    "traces": "Trace relative to the exact block's; 1 is right.",
+}
+PLACES = {"traces": 0, "errors": 1, "decreases": 2}
 # Eigenvalues below this share of the largest one count as zero.
 NEGLIGIBLE = 1e-12
+# Narrower intervals are due to rounding.
+NEGLIGIBLE_WIDTH = 1e-5
 # The titles of all spectra; a title's position is the index of its line style.
 SPECTRA = {"exact": "exact block"} | {name: kind.title for name, kind in APPROXIMATIONS.items()}
 CORRELATIONS = {
@@ -38,50 +58,70 @@ def verdict_rows(inspection: Inspection) -> list[Row]:
     """Return a table with a row for each layer and a column for each assumption."""
     rows: list[Row] = [("layer", *ASSUMPTIONS)]
     for layer in inspection.layers:
-        tested = layer.assumptions or {}
-        rows.append((layer.name, *(_verdict(tested.get(name)) for name in ASSUMPTIONS)))
+        steps = layer.steps
+        rows.append((layer.name, *(_verdict(steps.get(name)) for name in ASSUMPTIONS)))
     return rows
 
 
-def _verdict(tested: Assumption | None) -> str:
-    """Format a verdict with its interval, for example "roughly 0.12 (0.09 to 0.15)"."""
-    if tested is None:
+def _verdict(step: Step | None) -> str:
+    """Format a verdict with its interval, for example "fails 0.42 (0.35 to 0.49) of trace"."""
+    if step is None:
         return MISSING
-    if math.isnan(tested.deciding.value):
-        return tested.verdict
+    if math.isnan(step.deciding.value):
+        return step.verdict
     # Adding 0.0 turns -0.0 into 0.0.
-    value, low, high = (f"{round(v, 2) + 0.0:.2f}" for v in astuple(tested.deciding))
-    return f"{tested.verdict} {value} ({low} to {high})"
+    value, low, high = (f"{round(v, 2) + 0.0:.2f}" for v in astuple(step.deciding))
+    interval = "" if math.isnan(step.deciding.low) else f" ({low} to {high})"
+    return f"{step.verdict} {value}{interval} {LOSS_NAMES[step.measure]}"
 
 
 def quality_rows(comparison: LayerComparison) -> list[Row]:
     """Return a table with a row for each approximation of a layer's Fisher block."""
     rows: list[Row] = [QUALITIES]
     for name, quality in comparison.approximations.items():
-        numbers = (
-            *(quality.frobenius_error, quality.operator_error),
-            *(quality.cosine, quality.decrease, quality.trace_ratio),
-        )
-        error, *others = (number(v) if math.isfinite(v) else MISSING for v in numbers)
-        if quality.frobenius_uncertainty > 0:
-            error += f" ± {quality.frobenius_uncertainty:.1g}"
+        trace, error, decrease = map(_estimated, rung_estimates(quality))
+        others = (quality.operator_error, quality.cosine)
         kind, positive = APPROXIMATIONS[name], "yes" if quality.positive else "no"
-        rows.append((kind.title, kind.assumes, error, *others, positive))
+        title = RUNGS.get(name, kind.title)
+        rows.append((title, kind.assumes, trace, error, decrease, *map(_finite, others), positive))
     return rows
 
 
+def _estimated(estimate: Estimate) -> str:
+    """Format a number with half the width of its interval, for example "0.42 ± 0.07"."""
+    half = estimate.high - estimate.value
+    return _finite(estimate.value) + (f" ± {half:.1g}" if half > NEGLIGIBLE_WIDTH else "")
+
+
+def _finite(value: float) -> str:
+    return number(value) if math.isfinite(value) else MISSING
+
+
 def notes_of(inspection: Inspection) -> list[str]:
-    """Return notes about what was left out, and why."""
+    """Return notes about what was measured, how precisely, and what was left out and why."""
     note = (inspection.training or {}).get("note")
     notes = [note] if note else []
     for layer in inspection.layers:
         notes += [f"{layer.name}: {note}" for note in layer.notes]
-        if {layer.examples, layer.compared_examples} - {0, inspection.settings.examples}:
-            notes.append(
-                f"{layer.name}: {layer.examples} examples for the assumptions and "
-                f"{layer.compared_examples} for the blocks, as many as fit into the memory"
-            )
+        if layer.comparison is not None:
+            notes.append(f"{layer.name}: {_precision(layer, layer.comparison)}")
     return notes
+
+
+def _precision(layer: LayerInspection, comparison: LayerComparison) -> str:
+    """Return how many batches were measured, and the widest intervals."""
+    count = comparison.batches
+    many = "1 batch" if count == 1 else f"{count} batches"
+    text = f"{many} of {layer.examples} examples, targets: {layer.targets}, {layer.seconds:.0f} s"
+    estimates = [rung_estimates(each) for each in comparison.approximations.values()]
+    if count < 3 or not estimates:
+        return f"{text}; no intervals, which need three batches"
+    widths = [
+        max(each.high - each.value for each in column) for column in zip(*estimates, strict=True)
+    ]
+    names = ("trace ratios", "errors", "decreases")
+    reached = (f"{name} to ±{width:.1g}" for name, width in zip(names, widths, strict=True))
+    return f"{text}; {', '.join(reached)} or better"
 
 
 # The page
@@ -115,6 +155,11 @@ def write_inspection_page(path: Path, inspections: Sequence[Inspection], title: 
             {"label": one.label, "rows": verdict_rows(one), "notes": notes_of(one)}
             for one in inspections
         ],
+        "advice": [
+            {"label": one.label, "rows": advice_rows(one.advice), "notes": advice_notes(one.advice)}
+            for one in inspections
+            if one.advice is not None
+        ],
         "derivatives": _correlations("derivative", layers),
         "activations": _correlations("activation", layers),
         "spectra": _spectra(layers),
@@ -127,11 +172,13 @@ def write_inspection_page(path: Path, inspections: Sequence[Inspection], title: 
 
 
 def inspection_verdict(inspections: Sequence[Inspection]) -> str:
-    """Return how many tests hold, and how good KFC's steps are, in one sentence."""
+    """Return how many assumptions hold, and how good KFC's steps are, in one sentence."""
     layers = [layer for one in inspections for layer in one.layers]
-    verdicts = [t.verdict for layer in layers for t in (layer.assumptions or {}).values()]
+    verdicts = [step.verdict for layer in layers for step in layer.steps.values()]
     hold, roughly, fail = (verdicts.count(name) for name in ("holds", "roughly", "fails"))
     found = f"Of the tested assumptions, {hold} hold, {roughly} hold roughly and {fail} fail"
+    if unclear := verdicts.count("unclear"):
+        found += f"; {unclear} need more batches to tell"
     decreases = [
         quality.decrease
         for layer in layers
@@ -210,19 +257,23 @@ def _size(layer: LayerInspection) -> str:
     """Describe the size of a layer's Fisher block, and the gradients it was computed from."""
     groups, rows, columns = layer.shape
     size = f"{groups} groups of {rows} x {columns}" if groups > 1 else f"{rows} x {columns}"
-    gradients = layer.comparison.gradients if layer.comparison else 0
+    found = layer.comparison
+    if found is None:
+        return f"{size} parameters."
+    batches = "a batch" if found.batches == 1 else f"each of {found.batches} batches"
     return (
-        f"{size} parameters; {gradients:,} gradients from {layer.compared_examples} examples, "
-        f"targets {layer.targets}."
+        f"{size} parameters; {found.gradients:,} gradients in {batches} of {layer.examples} "
+        f"examples, targets: {layer.targets}."
     )
 
 
 def _approximations(inspections: Sequence[Inspection], layers: Layers) -> dict[str, Any] | None:
-    """Return the errors of all approximations, or ``None`` if no layer was compared."""
+    """Return the numbers of all approximations, or ``None`` if no layer was compared."""
     figures = [
         figure
         for index, one in enumerate(inspections)
-        if (figure := _error_figure(index, one, list(layers), several=len(inspections) > 1))
+        for kind in MEASURES
+        if (figure := _measure_figure(kind, index, one, list(layers), len(inspections) > 1))
     ]
     tables = {
         _heading(group): [
@@ -237,10 +288,10 @@ def _approximations(inspections: Sequence[Inspection], layers: Layers) -> dict[s
     return {"legend": legend, "figures": figures, "layers": tables} if figures else None
 
 
-def _error_figure(
-    number: int, inspection: Inspection, names: Sequence[str], several: bool
+def _measure_figure(
+    kind: str, index: int, inspection: Inspection, names: Sequence[str], several: bool
 ) -> Figure | None:
-    """Return the errors of one network's approximations, with a marker for each layer."""
+    """Return one number of a network's approximations, with a marker for each layer."""
     compared = {
         layer.name: layer.comparison.approximations
         for layer in inspection.layers
@@ -249,27 +300,33 @@ def _error_figure(
     shown = [name for name in APPROXIMATIONS if any(name in each for each in compared.values())]
     if not shown:
         return None
-    titles = [plain(APPROXIMATIONS[name].title) for name in shown]
+    titles = [plain(RUNGS.get(name, APPROXIMATIONS[name].title)) for name in shown]
     traces = []
     for layer, qualities in compared.items():
         places = [place for place, name in enumerate(shown) if name in qualities]
+        found = [rung_estimates(qualities[shown[place]])[PLACES[kind]] for place in places]
         trace = line(
             names.index(layer),
             layer,
             places,
-            [qualities[shown[place]].frobenius_error for place in places],
+            [each.value for each in found],
             mode="markers",
             customdata=[titles[place] for place in places],
             hovertemplate="%{customdata}: %{y:.3g}",
         )
         trace["marker"] |= {"size": 10, "maxdisplayed": 0}
+        reach = [each.high - each.value for each in found]
+        if all(math.isfinite(each) for each in reach):
+            trace["error_y"] = {"array": [round(each, 4) for each in reach], "thickness": 1}
         traces.append(trace)
-    shape = layout("", "relative error")
-    shape["yaxis"]["rangemode"] = "tozero"
+    name = MEASURES[kind]
+    shape = layout("", name, log="y" if kind == "traces" else "")
+    if kind != "traces":
+        shape["yaxis"]["rangemode"] = "tozero"
     shape["xaxis"] |= {"tickvals": list(range(len(shown))), "ticktext": titles, "tickangle": -40}
-    caption = "Error of each approximation, with a marker for each layer. Lower is better."
-    title = f"{inspection.label}: Frobenius error" if several else "Frobenius error"
-    return Figure(f"errors-{number}", shape, [traces], title, caption)
+    caption = f"{CAPTIONS[kind]} A marker for each layer; bars are 95% intervals."
+    title = f"{inspection.label}: {name}" if several else name.capitalize()
+    return Figure(f"{kind}-{index}", shape, [traces], title, caption)
 
 
 def _networks(inspections: Sequence[Inspection]) -> dict[str, Comparison]:
@@ -280,7 +337,9 @@ def _networks(inspections: Sequence[Inspection]) -> dict[str, Comparison]:
         values = asdict(one.settings)
         values["layers"] = ", ".join(values["layers"]) or "all"
         values["approximations"] = ", ".join(values["approximations"])
-        values["samples for the blocks"] = values.pop("exact_samples") or "all targets"
+        values["budget"] = f"{values['budget']:g} s"
+        for name in ("examples", "batches", "samples"):
+            values[name] = values[name] or "chosen"
         settings.append(values)
     networks = [{**one.network, **(one.training or {})} for one in inspections]
     return {
