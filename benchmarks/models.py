@@ -59,7 +59,7 @@ is written by `make models`, which continues where it was interrupted;
   images of mostly 64x64 pixels, or {sentences} sequences of {tokens} tokens. These are small
   batches: the cost of curvature relative to the passes falls as batches grow.
 - **weights**: trained weights. **curvature**: the share of them with a Fisher block in `kfc.KFC`;
-  the others follow their plain gradient.
+  the others have scaled gradients.
 - **factors**, **inverses**: the memory of `kfc.KFC`, as the start-up line says.
 - **expected**: the counted cost of a step of `kfc.KFC` in the long run, in forward and backward
   passes: 1 + N + min(S/10 + I/20, what the overhead of 0.2 leaves), where S, I and N are the costs

@@ -7,17 +7,22 @@ scikit-learn).
 
 import torch
 import torch.nn.functional as F
-from digits import accuracy, load, make_model
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
 
 import kfc
 
 
 def main(updates: int = 6, damping: float = 1e-3) -> None:
     torch.manual_seed(0)
-    images, labels = load()
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
+    labels = torch.tensor(digits.target)
     train_images, test_images = images[:1437], images[1437:]
     train_labels, test_labels = labels[:1437], labels[1437:]
-    model = make_model()
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, stride=2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(256, 10)
+    )
     for update in range(1, updates + 1):
         model.zero_grad()
         loss = F.cross_entropy(model(train_images), train_labels)
@@ -27,7 +32,8 @@ def main(updates: int = 6, damping: float = 1e-3) -> None:
             model, train_images, gradient, damping=damping, tolerance=0.1, max_iterations=30
         )
         reached = line_search(model, found.solution, train_images, train_labels, loss.item())
-        test = accuracy(model, test_images, test_labels)
+        with torch.no_grad():
+            test = (model(test_images).argmax(dim=1) == test_labels).float().mean().item()
         iterations = len(found.residuals) - 1
         print(
             f"update {update}: {iterations} iterations, loss {reached:.4f}, "
@@ -36,7 +42,9 @@ def main(updates: int = 6, damping: float = 1e-3) -> None:
 
 
 @torch.no_grad()
-def line_search(model, solution, images, labels, before: float) -> float:
+def line_search(
+    model: nn.Module, solution: dict[str, Tensor], images: Tensor, labels: Tensor, before: float
+) -> float:
     """Move along -x, with half the length until the loss falls, and return the new loss."""
     start, length = {name: p.clone() for name, p in model.named_parameters()}, 1.0
     while length > 1e-3:

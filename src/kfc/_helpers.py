@@ -133,9 +133,11 @@ def require_number(
 def require_whole(name: str, value: object, low: int | None = 1) -> None:
     """Raise an error that names the value unless it is a whole number, of at least ``low``."""
     whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or (low is not None and isinstance(value, int) and not low <= value < 2**63):
+    if not whole or (low is not None and isinstance(value, int) and value < low):
         bound = "" if low is None else f" of at least {low}"
         raise ValueError(f"{name} must be a whole number{bound}, got {shown(value)}")
+    if low is not None and isinstance(value, int) and value >= 2**63:
+        raise ValueError(f"{name} must be at most {2**63 - 1}, got {shown(value)}")
 
 
 def require_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
