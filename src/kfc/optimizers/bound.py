@@ -199,8 +199,8 @@ class LossBound:
         require_keys("state of the loss bound", state, self.state_dict())
         for name in ("loss_bounds", "momentum_restarts"):
             require_whole(f"the state's {name}", state[name], low=0)
-        for name in ("loss_bound_factor", "decrease"):
-            require_number(f"the state's {name}", state[name], low=-math.inf)
+        require_number("the state's loss_bound_factor", state["loss_bound_factor"])
+        require_number("the state's decrease", state["decrease"], low=-math.inf)
         if state["mean_excess"] is not None:
             require_number("the state's mean_excess", state["mean_excess"])
 
