@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kfc
+from nested import first_difference
 
 STEPS = 7
 
@@ -163,25 +164,8 @@ class Run:
         return copy.deepcopy({"parameters": parameters, "state": self.optimizer.state_dict()})
 
 
-def leaves(value, path=()):
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from leaves(inner, (*path, key))
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            yield from leaves(inner, (*path, index))
-    else:
-        yield path, value
-
-
 def assert_identical(one, other):
-    one, other = dict(leaves(one)), dict(leaves(other))
-    assert one.keys() == other.keys()
-    for path, value in one.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(value, other[path]), path
-        else:
-            assert value == other[path] or value != value, path
+    assert first_difference(one, other) is None
 
 
 def undisturbed(kind, *, closure=False, **options):

@@ -10,18 +10,7 @@ from torch import nn
 
 import kfc
 from commands import run_script
-
-
-def tensors(value, path=()):
-    """Yield (path, leaf) of nested dicts and lists."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from tensors(inner, (*path, key))
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            yield from tensors(inner, (*path, index))
-    else:
-        yield path, value
+from nested import leaves
 
 
 def test_a_resumed_run_continues_bit_for_bit(tmp_path):
@@ -33,7 +22,7 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path):
         assert done.returncode == 0, done.stderr
     for name in ("factored.pt", "eigen.pt"):
         one, other = (
-            dict(tensors(torch.load(folder / name, weights_only=True))) for folder in (whole, parts)
+            dict(leaves(torch.load(folder / name, weights_only=True))) for folder in (whole, parts)
         )
         assert one.keys() == other.keys()
         for path, value in one.items():
@@ -57,7 +46,7 @@ def net(width: int = 5) -> nn.Sequential:
 def snapshot(optimizer: kfc.KFC) -> dict:
     return {
         path: value.clone() if isinstance(value, torch.Tensor) else value
-        for path, value in tensors(optimizer.state_dict())
+        for path, value in leaves(optimizer.state_dict())
     }
 
 
@@ -238,12 +227,12 @@ def test_a_state_dict_is_a_snapshot():
     model = net()
     optimizer = trained(model)
     state = optimizer.state_dict()["curvature"]
-    before = {path: v.clone() for path, v in tensors(state) if isinstance(v, torch.Tensor)}
+    before = {path: v.clone() for path, v in leaves(state) if isinstance(v, torch.Tensor)}
     for _ in range(2):
         optimizer.zero_grad()
         F.cross_entropy(model(torch.randn(4, 3)), torch.zeros(4, dtype=torch.long)).backward()
         optimizer.step()
-    for path, value in tensors(state):
+    for path, value in leaves(state):
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, before[path])
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kfc
+from nested import first_difference
 
 MUTATIONS = 90
 
@@ -77,25 +78,8 @@ class Run:
         self.generator.set_state(state["batches"])
 
 
-def leaves(value, path=()):
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from leaves(inner, (*path, key))
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            yield from leaves(inner, (*path, index))
-    else:
-        yield path, value
-
-
 def are_identical(one, other):
-    one, other = dict(leaves(one)), dict(leaves(other))
-    return one.keys() == other.keys() and all(
-        torch.equal(value, other[path])
-        if isinstance(value, torch.Tensor)
-        else value == other[path] or (value != value and other[path] != other[path])
-        for path, value in one.items()
-    )
+    return first_difference(one, other) is None
 
 
 def places(value, path=()):
