@@ -205,7 +205,7 @@ def same(one, other):
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     if {type(one), type(other)} == {int, float}:  # a whole number where a state has another one
-        return one == other
+        return float(one) == float(other)
     return type(one) is type(other) and (one == other or one != one)
 
 

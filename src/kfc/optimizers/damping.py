@@ -19,6 +19,8 @@ class ModelDamping:
     It is fixed, or adapts by the Levenberg-Marquardt rule.
     """
 
+    highest = HIGHEST
+
     def __init__(self, options: Adaptation) -> None:
         fixed = options.model_damping
         self.adapts = fixed is None
@@ -57,7 +59,7 @@ class ModelDamping:
             self._set(value)
 
     def _set(self, value: float) -> None:
-        self.value = min(max(value, LOWEST), HIGHEST)
+        self.value = min(max(value, LOWEST), self.highest)
 
 
 class FactorDamping:
@@ -71,6 +73,8 @@ class FactorDamping:
         model_damping: λ.
         weight_decay: returns the largest weight decay.
     """
+
+    highest = HIGHEST**0.5
 
     def __init__(
         self, options: Adaptation, model_damping: ModelDamping, weight_decay: Callable[[], float]
@@ -113,7 +117,7 @@ class FactorDamping:
     def resume_at(self, value: float) -> None:
         """Continue from a saved state, unless γ is fixed."""
         if self.adapts:
-            self._chosen = min(max(value, LOWEST**0.5), HIGHEST**0.5)
+            self._chosen = min(max(value, LOWEST**0.5), self.highest)
 
     def candidates(self) -> list[float]:
         """Return the candidates, the present value first."""
@@ -144,8 +148,12 @@ class Dampings(NamedTuple):
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
         require_keys("state of the dampings", state, self._named())
-        for name in self._named():
+        for name, damping in self._named().items():
             require_number(f"the state's {name}", state[name])
+            if damping.adapts and state[name] > damping.highest:
+                raise ValueError(
+                    f"the state's {name} must be at most {damping.highest:g}, got {state[name]!r}"
+                )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; a damping that is fixed stays as it is."""
