@@ -11,7 +11,7 @@ import torch
 from kfc.lab.checkpoints import checkpoint_files, read_sealed, write_checkpoint
 from kfc.lab.data import load
 from kfc.lab.diagnosis import DivergenceWatch
-from kfc.lab.disk import RunError, read_json, require_digest, write_checked
+from kfc.lab.disk import RunError, read_checked, write_checked
 from kfc.lab.runs import RunFolder, read_record
 from kfc.lab.training import Trainer
 from test_training import assert_same_state, checkpoint, config_of, run
@@ -178,7 +178,7 @@ def test_the_checkpoint_of_another_run_is_refused(copy, digits, tmp_path):
 
 def test_a_checkpoint_of_other_settings_is_refused(copy, digits):
     file = copy / "config.json"
-    header = require_digest(file, read_json(file))
+    header = read_checked(file)
     header["config"]["lr"] = 0.5
     write_checked(file, header)
     with pytest.raises(RunError, match=r"other settings .*: --lr; restore"):
@@ -343,14 +343,30 @@ def test_a_configuration_that_is_none(copy, content):
 def test_values_of_wrong_types(copy, key, value):
     """Although the digest is right."""
     file = copy / "config.json"
-    write_checked(file, {**require_digest(file, read_json(file)), key: value})
+    write_checked(file, {**read_checked(file), key: value})
     with pytest.raises(RunError, match=r"config\.json is damaged"):
         read_record(copy)
 
 
+def test_a_run_of_another_version(copy):
+    file = copy / "config.json"
+    write_checked(file, {**read_checked(file), "format": 99})
+    with pytest.raises(RunError, match="another version of kfc: config.json has format 99"):
+        read_record(copy)
+
+
+@pytest.mark.parametrize("depth", [*range(100, 1000, 100), *range(900, 1000, 7)])
+def test_a_configuration_that_is_nested_as_deep_as_can_be_read(copy, depth):
+    """It takes more of the stack to compute its digest, or to print it."""
+    (copy / "config.json").write_text(f'{{"format": {"[" * depth}{"]" * depth}}}')
+    with pytest.raises(RunError, match=r"config\.json is damaged") as caught:
+        read_record(copy)
+    assert len(str(caught.value)) < 400
+
+
 def test_settings_of_wrong_types(copy):
     file = copy / "config.json"
-    header = require_digest(file, read_json(file))
+    header = read_checked(file)
     values = (None, [], {}, -1, 1e999, 10**400, "x", [[]], {"a": None}, True)
     for name in header["config"]:
         for value in values:

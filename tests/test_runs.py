@@ -114,10 +114,10 @@ def test_an_incomplete_last_row_is_ignored(folder):
     [
         ("config.json", b"{", "damaged"),
         ("config.json", b"[]", "damaged"),
-        ("config.json", b'{"format": 99}', "format 99"),
+        ("config.json", b'{"format": 99}', "another version"),
         ("metrics.jsonl", b"nonsense\n{}\n", "line 1"),
         ("metrics.jsonl", b"3\n", "line 1"),
-        ("metrics.jsonl", b'{"kind": "other", "update": 1}\n', "unknown kind"),
+        ("metrics.jsonl", b'{"kind": "other", "update": 1}\n', "checksum is wrong"),
     ],
 )
 def test_damaged_files_are_named(folder, file, content, words):

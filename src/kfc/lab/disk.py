@@ -33,36 +33,28 @@ def write_checked(path: Path, content: Mapping[str, Any]) -> None:
     write_json(path, {**content, DIGEST: _digest(content)})
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
+def read_checked(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of ``write_checked``, without its digest.
 
     Raises:
         RunError: the file cannot be read, or contains something else.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it contains no JSON object")
+        recorded = content.pop(DIGEST, None)
+        is_whole = recorded == _digest(content)
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise RunError(f"{path} is damaged: {error}") from error
-    if not isinstance(content, dict):
-        raise RunError(f"{path} is damaged: it contains no JSON object")
-    return content
-
-
-def require_digest(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a checked file without its digest.
-
-    Raises:
-        RunError: the digest is missing, or that of another content.
-    """
-    rest = {key: value for key, value in content.items() if key != DIGEST}
-    if content.get(DIGEST) != _digest(rest):
+    if not is_whole:
         raise RunError(
             f"{path} is damaged, was changed by hand, or is from another version of kfc: its "
             "content does not have the SHA-256 that it records"
         )
-    return rest
+    return content
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -18,8 +18,7 @@ from kfc.lab.disk import RunError
 
 KINDS = ("estimate", "evaluation", "progress", "end")
 Row = dict[str, Any]
-# The end of every line: its checksum, as the last entry of the object.
-_TAIL = re.compile(rb', "check": "([0-9a-f]{8})"\}')
+_TAIL = re.compile(rb', "check": "[0-9a-f]{8}"\}')
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,13 @@ def encode(row: Mapping[str, Any], after: Position) -> tuple[bytes, Position]:
     finite = json.loads(json.dumps(row), parse_constant=lambda _: None)
     text = json.dumps(finite).encode()
     check = zlib.crc32(text, after.check)
-    line = text[:-1] + f', "check": "{check:08x}"}}\n'.encode()
+    line = text[:-1] + _tail(check) + b"\n"
     return line, Position(after.size + len(line), check)
+
+
+def _tail(check: int) -> bytes:
+    """Return the end of a line: its checksum, as the last entry of the object."""
+    return f', "check": "{check:08x}"}}'.encode()
 
 
 def read_rows(file: Path, run: str, end: Position | None = None) -> list[Row]:
@@ -82,16 +86,14 @@ def _lines(content: bytes, end: Position | None) -> Iterator[bytes]:
 
 
 def _decode(line: bytes, after: Position) -> tuple[Row, Position]:
+    text = line[: -len(_tail(0))] + b"}"
+    check = zlib.crc32(text, after.check)
+    if line != text[:-1] + _tail(check):
+        raise ValueError("its checksum is wrong: it was changed, or is not the run's next row")
     row = json.loads(line)
-    if not isinstance(row, dict):
-        raise ValueError("it is not a JSON object")
     if row["kind"] not in KINDS:
         raise ValueError(f"unknown kind {row['kind']!r}")
     if not isinstance(row["update"], int) or row["update"] < 0:
         raise ValueError(f"update must be a number of updates, got {row['update']!r}")
-    check = row.pop("check", None)
-    tail = _TAIL.fullmatch(line, len(line) - len(', "check": "00000000"}'))
-    expected = zlib.crc32(line[: tail.start()] + b"}", after.check) if tail else None
-    if expected is None or check != f"{expected:08x}":
-        raise ValueError("its checksum is wrong: it was changed, or is not the run's next row")
-    return row, Position(after.size + len(line) + 1, expected)
+    del row["check"]
+    return row, Position(after.size + len(line) + 1, check)

@@ -34,8 +34,7 @@ from kfc.lab.disk import (
     clear_disk_errors,
     create_folder,
     locked,
-    read_json,
-    require_digest,
+    read_checked,
     write_checked,
 )
 from kfc.lab.environment import environment
@@ -131,15 +130,13 @@ def read_header(path: Path) -> Header:
     file = path / CONFIG
     if not file.is_file():
         raise RunError(f"{path} is not a run: it has no {CONFIG}")
-    content = read_json(file)
-    if content.get("format", FORMAT) != FORMAT:
+    content = read_checked(file)
+    if (version := content.pop("format", None)) != FORMAT:
         raise RunError(
-            f"{path} was recorded by another version of kfc: {CONFIG} has format "
-            f"{content['format']!r}, and this version reads {FORMAT}; repeat the run"
+            f"{path} was recorded by another version of kfc: {CONFIG} has format {version!r}, and "
+            f"this version reads {FORMAT}; repeat the run"
         )
-    content = require_digest(file, content)
     try:
-        content.pop("format")
         header = Header(**{**content, "config": config_from_dict(content["config"])})
         texts = (header.run, header.name, header.data_digest, header.job or "")
         if not all(isinstance(text, str) for text in texts):

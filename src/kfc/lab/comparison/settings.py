@@ -12,14 +12,7 @@ from typing import Any
 
 from kfc._helpers import require_number
 from kfc.lab.config import LIMITS, ConfigError, RunConfig, make_config
-from kfc.lab.disk import (
-    RunError,
-    clear_disk_errors,
-    create_folder,
-    read_json,
-    require_digest,
-    write_checked,
-)
+from kfc.lab.disk import RunError, clear_disk_errors, create_folder, read_checked, write_checked
 from kfc.lab.optimizers import is_installed
 from kfc.lab.options import check_options, config_errors, not_one_of, option
 
@@ -205,7 +198,7 @@ def read_specification(folder: Path) -> Comparison:
     file = folder / SPECIFICATION
     if not file.is_file():
         raise RunError(f"{folder} is not the folder of a comparison: it has no {SPECIFICATION}")
-    content = require_digest(file, read_json(file))
+    content = read_checked(file)
     try:
         return make_comparison(content)
     except Exception as error:  # values of any type may have been written by hand

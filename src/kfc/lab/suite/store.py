@@ -13,8 +13,7 @@ from kfc.lab.disk import (
     RunError,
     clear_disk_errors,
     create_folder,
-    read_json,
-    require_digest,
+    read_checked,
     write_atomically,
     write_checked,
 )
@@ -101,7 +100,7 @@ class Store:
         """Seconds of wall-clock time over all sessions."""
         try:
             file = self.folder / SPENT
-            return float(require_digest(file, read_json(file))["seconds"]) if file.exists() else 0.0
+            return float(read_checked(file)["seconds"]) if file.exists() else 0.0
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{self.folder / SPENT} is damaged: {error}") from error
 
@@ -117,7 +116,7 @@ class Store:
         if not path.exists():
             return None
         try:
-            return _outcome(require_digest(path, read_json(path))["outcome"])
+            return _outcome(read_checked(path)["outcome"])
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{path} is damaged: {error}") from error
 
@@ -168,7 +167,7 @@ def _outcome(values: dict[str, Any]) -> Outcome:
 
 def _read_settings(folder: Path) -> BenchmarkSettings:
     try:
-        values = require_digest(folder / SETTINGS, read_json(folder / SETTINGS))
+        values = read_checked(folder / SETTINGS)
         if set(values) != {each.name for each in fields(BenchmarkSettings)}:
             raise ValueError("its settings are not those of this version of kfc")
         for name in ("workloads", "methods", "rulesets"):
