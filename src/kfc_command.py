@@ -9,36 +9,43 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import FrameType
 
 INTERRUPTED = 130
 
 
 def main() -> None:
     """Run the command, or say how to install what it needs."""
-    with _ending_at_once():
-        try:
-            from kfc.lab.cli import app
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] in ("kfc", "torch"):
-                raise
-            sys.exit(
-                f"Error: the kfc command needs the package {error.name}, which is not installed: "
-                'pip install "kfc-torch[experiments]"'
-            )
+    _end_at_once()
+    try:
+        from kfc.lab.cli import app
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in ("kfc", "torch"):
+            raise
+        sys.exit(
+            f"Error: the kfc command needs the package {error.name}, which is not installed: "
+            'pip install "kfc-torch[experiments]"'
+        )
+    finally:
+        if signal.getsignal(signal.SIGINT) is _end:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     app()
 
 
-@contextmanager
-def _ending_at_once() -> Iterator[None]:
-    """End the process at Ctrl-C; the modules could lose or replace an exception."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # a launcher has its own way, or ignores it
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+def _end_at_once() -> None:
+    """Let Ctrl-C end the process; modules could lose or replace an exception during their import.
+
+    A launcher that handles or ignores Ctrl-C keeps doing so.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os._exit(INTERRUPTED)
+
+
+# `python -m kfc` imports the package before its __main__. Until then, sys.argv begins with "-m" and
+# lacks the name of the module.
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "kfc":
+    _end_at_once()

@@ -351,7 +351,7 @@ def test_values_of_wrong_types(copy, key, value):
 def test_a_run_of_another_version(copy):
     file = copy / "config.json"
     write_checked(file, {**read_checked(file), "format": 99})
-    with pytest.raises(RunError, match="another version of kfc: config.json has format 99"):
+    with pytest.raises(RunError, match=r"another version of kfc: config\.json has format 99"):
         read_record(copy)
 
 

@@ -1,5 +1,6 @@
 """Natural-gradient training of convolutional networks with Kronecker Factors for Convolution."""
 
+import kfc_command  # noqa: F401  handles Ctrl-C while `python -m kfc` imports the rest
 from kfc import fisher, layers, moments
 from kfc.curvature.options import EKFAC, PRONG, SUA, Diagonal, Kronecker, Whitening
 from kfc.distributed.options import Parallel

@@ -92,7 +92,8 @@ def write_atomically(
     """
     draft = path.with_name(f".{path.name}.part")
     try:
-        with draft.open("wb") as file:
+        draft.unlink(missing_ok=True)  # of a process that was killed, or a link to something else
+        with draft.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -117,9 +118,9 @@ def locked(path: Path) -> io.TextIOWrapper:
     try:
         import fcntl
     except ImportError:  # Windows has no such lock
-        return (path / LOCK).open("w")
+        return (path / LOCK).open("a")
     with clear_disk_errors(path):
-        lock = (path / LOCK).open("w")
+        lock = (path / LOCK).open("a")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

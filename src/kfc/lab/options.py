@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from kfc._helpers import require_number, require_whole
+from kfc._helpers import require_number, require_whole, shown
 
 Owner = TypeVar("Owner")
 
@@ -42,7 +42,7 @@ def not_one_of(name: str, given: object, known: Iterable[str], otherwise: str = 
     longer = [each for each in plain if len(wanted) > 2 and each.startswith(wanted)]
     similar = longer or get_close_matches(wanted, plain)
     question = f"; did you mean {plain[similar[0]]!r}?" if similar else ""
-    return f"{name} must be one of {allowed}; got {given!r}{question}"
+    return f"{name} must be one of {allowed}; got {shown(given)}{question}"
 
 
 def option(default: Any, help: str, **details: Any) -> Any:
@@ -99,7 +99,7 @@ class Option:
                 require_number(self.name, value, low=self.low, positive=self.positive)
             elif self.type in (str, bool) and not isinstance(value, self.type):
                 kind = "a string" if self.type is str else "true or false"
-                raise ValueError(f"{self.name} must be {kind}, got {value!r}")
+                raise ValueError(f"{self.name} must be {kind}, got {shown(value)}")
             if self.most is not None and value > self.most:
                 raise ValueError(f"{self.name} must be at most {self.most}, got {value}")
 

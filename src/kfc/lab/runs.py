@@ -228,7 +228,7 @@ class RunFolder:
         self._lock = locked(path)
         self._found: Found | None = None
         self._position: Position | None = None  # of the next row; None before load() or restart()
-        self._discards_checkpoints = False
+        self._begins_again = False
         self._newest_is_bad = False
         self._metrics: BinaryIO | None = None
         self._events: Events | None = None
@@ -294,7 +294,7 @@ class RunFolder:
     def restart(self) -> None:
         """Let the next row be the first; it discards all metrics and checkpoints."""
         self._position = Position.at_start(self._header.run)
-        self._discards_checkpoints = True
+        self._begins_again = True
 
     def _check(self, state: State) -> None:
         """Raise ``RunError`` unless the checkpoint belongs to this run and to its metrics."""
@@ -352,9 +352,9 @@ class RunFolder:
             if self.config != self._header.config:
                 header = {**self._header.to_dict(), "config": self.config.to_dict()}
                 write_checked(self.path / CONFIG, header)
-            if self._discards_checkpoints:
-                for file in checkpoint_files(self.path):
-                    file.unlink()
+            if self._begins_again:
+                for file in (self.path / METRICS, *checkpoint_files(self.path)):
+                    file.unlink(missing_ok=True)
             self._metrics = (self.path / METRICS).open("ab")
             self._metrics.truncate(self._position.size)
         return self._metrics, self._position

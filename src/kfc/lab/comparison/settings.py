@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kfc._helpers import require_number
+from kfc._helpers import require_number, shown
 from kfc.lab.config import LIMITS, ConfigError, RunConfig, make_config
 from kfc.lab.disk import RunError, clear_disk_errors, create_folder, read_checked, write_checked
 from kfc.lab.optimizers import is_installed
@@ -63,7 +63,7 @@ class Comparison:
         for name, below in goals.items():
             values = getattr(self, name)
             if not isinstance(values, (list, tuple)):
-                raise ConfigError(f"{name} must be a list of numbers, got {values!r}")
+                raise ConfigError(f"{name} must be a list of numbers, got {shown(values)}")
             for value in values:
                 with config_errors():
                     require_number(f"every goal in {name}", value, below=below)
