@@ -10,7 +10,7 @@ from kfc.optimizers.options import Adaptation, FisherClip
 from kfc.optimizers.solving import solve_fisher
 from kfc.schedule import Budget, Periods, Stretch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "EKFAC",
