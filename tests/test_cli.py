@@ -268,7 +268,11 @@ def test_divergence_has_its_own_exit_code_and_a_diagnosis(tmp_path):
         (["--data", "digits", "--net", "lenet"], 2, "net must be one of"),
         (["--data", "digits", "--net", "cuda-convnet"], 2, "32x32"),
         (["--data", "digits", "--net", "nowhere:net"], 2, "could not be imported"),
-        (["--data", "digits", "--init", "paper"], 2, "init of digits must be one of kaiming"),
+        (
+            ["--data", "digits", "--init", "cuda-convnet"],
+            2,
+            "init of digits must be one of kaiming",
+        ),
         (["--data", "digits", "--lr", "fast"], 2, "--lr: "),
         (["--data", "digits", "--lr", "0"], 2, "lr must be"),
         (
@@ -279,7 +283,7 @@ def test_divergence_has_its_own_exit_code_and_a_diagnosis(tmp_path):
         (["--data", "digits", "--max-staleness", "3"], 2, "no effect without asynchronous"),
         (["--data", "digits", "--curvature", "ekfac", "--inverse", "eigen"], 2, "no effect with"),
         ([*KFAC, "--model-damping", "1", "--initial-model-damping", "2"], 2, "has no effect with"),
-        (["--data", "digits", "--weight-decay", "some"], 2, 'must be a number or "paper"'),
+        (["--data", "digits", "--weight-decay", "some"], 2, 'must be a number or "cuda-convnet"'),
         (["--data", "digits", "--time", "3 days"], 2, "must be a positive duration"),
         (["--data", "digits", "--batch-size", "5000"], 2, "at most the examples used (1438)"),
         (["--data", "digits", "--batch-size", "0"], 2, "batch_size must be"),

@@ -50,7 +50,7 @@ def run(comparison, folder, data, on_row=lambda one, row: None, **more):
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_are_complete(name, quick):
-    if quick and name == "demo":
+    if quick and name in ("demo", "rates"):
         with pytest.raises(ConfigError, match="no \\[quick\\] table"):
             read_comparison(name, quick=True, overrides={})
         return
@@ -85,7 +85,9 @@ def test_the_figures_of_the_paper_keep_its_settings(name, quick):
     for config in (config for configs in comparison.candidates().values() for config in configs):
         assert config.records.averaging_fraction == 1
         problem = config.problem
-        expected = ("paper", "centred") if problem.data == "cifar10" else ("kaiming", "normalised")
+        expected = (
+            ("cuda-convnet", "centred") if problem.data == "cifar10" else ("kaiming", "normalised")
+        )
         assert (problem.init, problem.inputs) == expected
 
 
@@ -130,7 +132,7 @@ def test_an_overriding_limit_replaces_all_others(limit):
 
 
 @pytest.mark.parametrize(
-    "own", [{"batch_size": 5000}, {"momentum": 1.5}, {"init": "paper"}, {"net": "vgg"}]
+    "own", [{"batch_size": 5000}, {"momentum": 1.5}, {"init": "cuda-convnet"}, {"net": "vgg"}]
 )
 def test_errors_of_building_are_found_before_there_is_a_folder(digits, tmp_path, own):
     comparison = small(methods={"KFC": {"optimizer": "kfc", **own}})
@@ -184,6 +186,43 @@ def test_the_learning_rate_with_the_lowest_loss_continues(tuned):
         ("SGD", 1e-6): "not chosen",
         ("KFC", 0.003): "epochs",
     }
+
+
+def test_the_better_half_of_the_learning_rates_continues(digits, tmp_path):
+    """Of five rates three, two and one are left, after a quarter, half and all of the time."""
+    rates = [1e-9, 0.05, 1e-8, 1e-6, 1e-7]
+    methods = {"SGD": {"optimizer": "sgd", "lr": rates, "epochs": 60, "log_period": 1}}
+    comparison = small(methods=methods, tuning_seconds=0.32, slice_seconds=0.01)
+    records = {r.config.method.lr: r for r in run(comparison, tmp_path, digits).records()}
+    ends = {rate: record.end for rate, record in records.items()}
+    assert [rate for rate in rates if ends[rate]["reason"] == "epochs"] == [0.05]
+    dropped = sorted(rate for rate in rates if ends[rate]["reason"] == "not chosen")
+    assert dropped == [1e-9, 1e-8, 1e-7, 1e-6]
+    seconds = [ends[rate]["seconds"] for rate in dropped]
+    assert min(seconds[:2]) >= 0.08
+    assert max(seconds[:2]) < 0.32, "these were dropped after a quarter of the time"
+    assert seconds[2] >= 0.16
+    assert seconds[3] >= 0.32
+
+
+def test_a_choice_is_not_repeated_after_an_interruption(digits, tmp_path):
+    """The rates that the first choice left are all tried for twice the time."""
+    rates = [0.05, 0.04, 0.03, 1e-7]
+    methods = {"SGD": {"optimizer": "sgd", "lr": rates, "epochs": 60, "log_period": 1}}
+    comparison = small(methods=methods, tuning_seconds=0.4, slice_seconds=0.01)
+    dropped = []
+
+    def note(one, row):
+        dropped.extend([one.config.method.lr] if row["kind"] == "end" else [])
+
+    run(comparison, tmp_path, digits, note, interrupted=lambda: len(dropped) == 2)
+    assert len(dropped) == 2
+    assert 1e-7 in dropped
+    records = run(comparison, tmp_path, digits).records()
+    ends = {record.config.method.lr: record.end for record in records}
+    late = [end for rate, end in ends.items() if rate not in dropped]
+    assert sorted(end["reason"] for end in late) == ["epochs", "not chosen"]
+    assert min(end["seconds"] for end in late) >= 0.4
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:kfc")

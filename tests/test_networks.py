@@ -221,7 +221,7 @@ def test_channels_classes_and_examples_vary(name, channels, classes, examples):
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("cuda-convnet")])
 def test_paper_initialisation_has_the_published_deviations(name):
-    model = made(name, init="paper")
+    model = made(name, init="cuda-convnet")
     for layer, std in {"conv1": 1e-4, "conv2": 0.01, "conv3": 0.01, "fc10": 0.01}.items():
         weight = model.get_submodule(layer).weight
         assert weight.std().item() == pytest.approx(std, rel=0.05)
@@ -404,4 +404,4 @@ def test_errors_name_the_problem_and_the_choices():
         with pytest.raises(NetworkError, match=f"32x32 pixels, .*{size[0]}x{size[1]}; .*{KNOWN}"):
             build("cuda-convnet", image=(3, *size), classes=10, init=None, seed=0)
     with pytest.raises(NetworkError, match="init of digits must be one of kaiming; got 'paper'"):
-        made("digits", init="paper")
+        made("digits", init="cuda-convnet")

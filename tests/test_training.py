@@ -49,7 +49,7 @@ def test_defaults_come_from_network_and_optimizer():
     problem, method = config.problem, config.method
     assert (problem.net, problem.init, problem.inputs) == ("cuda-convnet", "kaiming", "normalised")
     assert (method.optimizer, method.lr, problem.batch_size) == ("kfc", 3e-3, 512)
-    assert make_config(data="cifar10", init="paper").problem.inputs == "centred"
+    assert make_config(data="cifar10", init="cuda-convnet").problem.inputs == "centred"
     assert make_config(data="mnist", net="autoencoder").problem.inputs == "unit"
     assert make_config(data="cifar10", net="mynets:small").problem.inputs == "normalised"
     assert make_config(data="cifar10", optimizer="sgd").problem.batch_size == 128
@@ -82,7 +82,11 @@ def test_a_run_folder_may_lack_an_option_that_was_added_later(digits, tmp_path):
         ({"data": "digits", "lr": float("nan")}, "lr must be"),
         ({"data": "digits", "batch_size": 2.5}, "batch_size must be a whole number"),
         ({"data": "digits", "epochs": 0}, "epochs must be"),
-        ({"data": "digits", "weight_decay": "paper"}, "no paper gives weight costs"),
+        ({"data": "digits", "weight_decay": "cuda-convnet"}, "there are no weight costs for"),
+        (
+            {"data": "cifar10", "weight_decay": "cuda-convnet", "decay_biases": True},
+            "weight_decay must be a number with decay_biases, got 'cuda-convnet'",
+        ),
         ({"data": "digits", "weight_decay": "some"}, "weight_decay must be a finite number"),
         ({"data": "digits", "asynchronous_inverses": 1}, "must be true or false"),
         ({"data": "digits", "inputs": "raw"}, "inputs must be one of"),
@@ -103,13 +107,15 @@ def test_errors_of_building_the_components_leave_no_folder(digits, tmp_path, set
     assert not (tmp_path / "run").exists()
 
 
-def test_only_weights_have_weight_costs(digits):
+def test_weights_have_weight_costs_and_biases_if_wanted(digits):
     model = build("digits", image=(1, 8, 8), classes=10, init=None, seed=0)
     costs = weight_costs(config_of(weight_decay=0.5), model)
     assert set(costs.values()) == {0.5}
     assert costs.keys() == {n for n, p in model.named_parameters() if p.dim() > 1}
-    paper = make_config(data="cifar10", weight_decay="paper")
-    assert weight_costs(paper, model)["fc10.weight"] == 1.0
+    everything = weight_costs(config_of(weight_decay=0.5, decay_biases=True), model)
+    assert everything == dict.fromkeys(dict(model.named_parameters()), 0.5)
+    published = make_config(data="cifar10", weight_decay="cuda-convnet")
+    assert weight_costs(published, model)["fc10.weight"] == 1.0
 
 
 # Optimizers

@@ -28,6 +28,29 @@ class SGDOptions(OptimizerOptions):
 
 
 @dataclass(frozen=True)
+class AdagradOptions(OptimizerOptions):
+    """Options of ``torch.optim.Adagrad``."""
+
+    lr, batch_size = 1e-2, 128
+
+    def make(self, model: nn.Module, setup: Setup) -> Optimizer:
+        return torch.optim.Adagrad(setup.groups(model.named_parameters(), lr=setup.lr))
+
+
+@dataclass(frozen=True)
+class RMSPropOptions(OptimizerOptions):
+    """Options of ``torch.optim.RMSprop``."""
+
+    lr, batch_size = 1e-3, 128
+    momentum: float = option(0.0, "Momentum μ")
+    beta2: float = option(0.9, "Decay of the mean of squared gradients")
+
+    def make(self, model: nn.Module, setup: Setup) -> Optimizer:
+        groups = setup.groups(model.named_parameters(), lr=setup.lr)
+        return torch.optim.RMSprop(groups, alpha=self.beta2, momentum=self.momentum)
+
+
+@dataclass(frozen=True)
 class AdamOptions(OptimizerOptions):
     """Options of ``torch.optim.Adam``."""
 

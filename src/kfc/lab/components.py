@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kfc.distributed.ranks import Ranks
 from kfc.lab.averages import Averages
-from kfc.lab.config import PAPER, ConfigError, RunConfig
+from kfc.lab.config import CUDA_CONVNET, ConfigError, RunConfig
 from kfc.lab.data import Batches, Dataset, Inputs, Split
 from kfc.lab.data.batches import part_of
 from kfc.lab.data.catalogue import CATALOGUE
@@ -218,12 +218,16 @@ class RunComponents(NetworkComponents):
 
 
 def weight_costs(config: RunConfig, model: nn.Module) -> dict[str, float]:
-    """Return λ by parameter name; biases and scales have none."""
-    if config.method.weight_decay == PAPER:
+    """Return λ by parameter name; biases and scales have none, unless the run decays them."""
+    if config.method.weight_decay == CUDA_CONVNET:
         return dict(NETWORKS[config.problem.net].weight_costs)
     cost = float(config.method.weight_decay)
-    weights = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
-    return dict.fromkeys(weights, cost) if cost else {}
+    decayed = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 1 or config.method.decay_biases
+    ]
+    return dict.fromkeys(decayed, cost) if cost else {}
 
 
 def _usable(device: torch.device) -> torch.device:

@@ -28,8 +28,8 @@ from kfc.lab.options import (
 
 __all__ = ["ConfigError", "RunConfig", "config_from_dict", "make_config"]
 
-# The weight decay that the network's publication specifies, instead of a number.
-PAPER = "paper"
+# The weight decay that belongs to the network, instead of a number: cuda-convnet's weight costs.
+CUDA_CONVNET = "cuda-convnet"
 DEFAULT_NETS = {
     "digits": "digits",
     "mnist": "vgg",
@@ -49,9 +49,9 @@ _data, _optimizer, _length, _records = (
 )
 
 
-def number_or_paper(text: str) -> float | str:
-    """Return a number, or the word "paper"."""
-    return number_or(PAPER, text)
+def number_or_weight_costs(text: str) -> float | str:
+    """Return a number, or the word "cuda-convnet"."""
+    return number_or(CUDA_CONVNET, text)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Problem:
     net: str = _data(None, f"{', '.join(NETWORKS)}; or your own network as module:function")
     init: str | None = _data(
         None,
-        "Initial weights: kaiming (glorot for autoencoders), or paper for those of cuda-convnet",
+        "Initial weights: kaiming (glorot for autoencoders); cuda-convnet for its published ones",
     )
     inputs: str = _data(
         None,
@@ -95,10 +95,13 @@ class Method:
     )
     weight_decay: float | str = _optimizer(
         0.0,
-        f'Weight decay λ of weights (not of biases and scales), or "{PAPER}" for the network\'s',
+        f'Weight decay λ of the weights, or "{CUDA_CONVNET}" for the weight costs of that network',
         positive=False,
-        parse=number_or_paper,
-        word=PAPER,
+        parse=number_or_weight_costs,
+        word=CUDA_CONVNET,
+    )
+    decay_biases: bool = _optimizer(
+        False, "Apply --weight-decay to biases and scales too, as in the paper's ½λθᵀθ"
     )
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -191,11 +194,17 @@ class RunConfig:
                 f"inputs must be 'unit' for {problem.net}, which reconstructs pixels from 0 to 1; "
                 f"got {problem.inputs!r}"
             )
-        if method.weight_decay == PAPER and (network is None or not network.weight_costs):
-            raise ConfigError(
-                "weight_decay must be a number, since no paper gives weight costs for "
-                f"{problem.net}"
-            )
+        if method.weight_decay == CUDA_CONVNET:
+            if network is None or not network.weight_costs:
+                raise ConfigError(
+                    "weight_decay must be a number, since there are no weight costs for "
+                    f"{problem.net}"
+                )
+            if method.decay_biases:
+                raise ConfigError(
+                    f"weight_decay must be a number with decay_biases, got {CUDA_CONVNET!r}, "
+                    "which has no weight costs for biases"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values by option, without sections."""

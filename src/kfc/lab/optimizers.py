@@ -12,7 +12,15 @@ from torch import nn
 
 from kfc.curvature.options import APPROXIMATIONS, AVERAGING, Kronecker, Whitening
 from kfc.distributed.options import PLACEMENTS, Parallel
-from kfc.lab.baselines import AdamOptions, AdamWOptions, MuonOptions, SGDOptions, SOAPOptions
+from kfc.lab.baselines import (
+    AdagradOptions,
+    AdamOptions,
+    AdamWOptions,
+    MuonOptions,
+    RMSPropOptions,
+    SGDOptions,
+    SOAPOptions,
+)
 from kfc.lab.method import OptimizerOptions, Setup
 from kfc.lab.options import (
     ConfigError,
@@ -318,6 +326,8 @@ OPTIMIZERS: dict[str, type[OptimizerOptions]] = {
     "kfac": KFACOptions,
     "whitened-adam": WhitenedAdamOptions,
     "sgd": SGDOptions,
+    "adagrad": AdagradOptions,
+    "rmsprop": RMSPropOptions,
     "adam": AdamOptions,
     "adamw": AdamWOptions,
     "muon": MuonOptions,

@@ -321,6 +321,7 @@ class Trainer:
         self.last_evaluation = self._write(
             "evaluation",
             **measures,
+            processor_seconds=self._costs.processor_seconds,
             step_seconds=self._costs.means_since_last_time(),
             diagnostics=diagnostics_of(components.optimizer, components.model),
         )
@@ -374,6 +375,7 @@ class Trainer:
             {
                 "update": self.update,
                 "seconds": self.seconds,
+                "processor_seconds": self._costs.processor_seconds,
                 "last_log": list(self._last_log),
                 "last_evaluation": numbers,
                 "first_loss": self._watch.first_loss,
@@ -393,6 +395,6 @@ class Trainer:
             self.last_evaluation = state["last_evaluation"]
             self._watch.begin(state["first_loss"], self.update)
         self._saved_at = self.seconds
-        self._costs.resume_at(self.seconds)
+        self._costs.resume_at(self.seconds, state["processor_seconds"])
         if reason := self._reached_limit():
             self._end(reason)

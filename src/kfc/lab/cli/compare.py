@@ -57,8 +57,8 @@ def compare(
     """Train with several optimizers on the same data, from the same weights, in the same order.
 
     The runs train in turn in short slices, so that other load on the machine
-    affects them equally. If a method has several learning rates, each is tried
-    for a while, and the one with the lowest training loss continues. At the
+    affects them equally. Of several learning rates of a method, the half with
+    the lowest training losses continues after a while, until one is left. At the
     end, a table and a page show what it took to reach the given errors.
 
     Examples:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +12,12 @@ from kfc.lab.components import RunComponents
 from kfc.lab.config import ConfigError, RunConfig
 from kfc.lab.data import Dataset
 from kfc.lab.disk import RunError
+from kfc.lab.halving import best_of, half
 from kfc.lab.options import config_errors
 from kfc.lab.runs import Record, RunFolder, read_end, read_record
 from kfc.lab.training import LIMIT_REASONS, Row, Trainer
+
+NOT_CHOSEN = "not chosen"
 
 
 class ComparedRun:
@@ -107,7 +110,7 @@ class ComparisonRunner:
                     self._trainers[run] = trainer
             if not self._interrupted():
                 on_started()
-            self._choose_learning_rates()
+                self._choose_learning_rates()
             self._take_turns(until=self._has_reached_goals)
             for run, trainer in list(self._trainers.items()):
                 if self._interrupted():
@@ -123,26 +126,48 @@ class ComparisonRunner:
         return [run.record() for run in self.runs if run.path.exists()]
 
     def _choose_learning_rates(self) -> None:
-        """Try all candidates of methods with several, and end all but the best of each."""
-        running = [
-            [run for run in self._trainers if run.method == method]
+        """Try the candidates of methods with several, by successive halving.
+
+        The better half continues until one is left, which has then trained for the tuning time;
+        from one choice to the next, that time doubles.
+        """
+        candidates = {
+            method: [run for run in self.runs if run.method == method]
             for method in self.comparison.methods
+        }
+        choices = math.ceil(math.log2(max(map(len, candidates.values()))))
+        for choice in range(1, choices + 1):
+            seconds = self.comparison.tuning_seconds / 2 ** (choices - choice)
+            undecided = {
+                method: left
+                for method, runs in candidates.items()
+                if len(left := self._still_tried(runs)) > half(len(runs), choice)
+            }
+            if not undecided:
+                continue  # as after a resumption
+            # Methods with a single candidate train as well, which counts towards their own run.
+            self._take_turns(until=partial(self._was_tried, seconds=seconds))
+            if self._interrupted():
+                return
+            for method, left in undecided.items():
+                self._drop_all_but(half(len(candidates[method]), choice), left)
+
+    def _still_tried(self, candidates: Sequence[ComparedRun]) -> list[ComparedRun]:
+        """Return the candidates that were neither dropped nor diverged."""
+        ends = [(run, read_end(run.path)) for run in candidates]
+        return [
+            run for run, end in ends if not end or end["reason"] not in (NOT_CHOSEN, "diverged")
         ]
-        undecided = [candidates for candidates in running if len(candidates) > 1]
-        if not undecided:
-            return
-        # Methods with a single candidate train as well, which counts towards their own run.
-        self._take_turns(until=self._was_tried)
-        if self._interrupted():
-            return
-        for candidates in undecided:
-            in_progress = [run for run in candidates if run in self._trainers]
-            for run in in_progress:
+
+    def _drop_all_but(self, count: int, candidates: Sequence[ComparedRun]) -> None:
+        """End all candidates but those with the lowest training losses."""
+        for run in candidates:
+            if run in self._trainers:
                 self._trainers[run].evaluate_now()
-            best = min(candidates, key=ComparedRun.training_loss)
-            for run in in_progress:
-                if run is not best:
-                    self._finish(run, "not chosen")
+        kept = best_of([run.training_loss() for run in candidates], count)
+        for index, run in enumerate(candidates):
+            if index not in kept and run in self._trainers:
+                self._finish(run, NOT_CHOSEN)
 
     def _take_turns(self, until: Callable[[ComparedRun], bool]) -> None:
         """Train all runs in slices, so that other load on the machine affects them equally."""
@@ -161,11 +186,10 @@ class ComparisonRunner:
     def _close(self, run: ComparedRun) -> None:
         self._trainers.pop(run).close()
 
-    def _was_tried(self, run: ComparedRun) -> bool:
-        """Return whether a candidate has trained for the tuning time after its first estimate."""
+    def _was_tried(self, run: ComparedRun, seconds: float) -> bool:
+        """Return whether a candidate has trained for so long after its first estimate."""
         estimate = run.record().estimate
-        seconds = self._trainers[run].seconds - (estimate["seconds"] if estimate else 0.0)
-        return seconds >= self.comparison.tuning_seconds
+        return self._trainers[run].seconds - (estimate["seconds"] if estimate else 0.0) >= seconds
 
     def _has_reached_goals(self, run: ComparedRun) -> bool:
         goals = {

@@ -39,8 +39,9 @@ class Comparison:
     stop_at_goals: bool = option(False, "Whether a run ends when it has reached all goals")
     tuning_seconds: float = option(
         60.0,
-        "Training time of every candidate learning rate, without its first estimate of the "
-        "factors; only the one with the lowest training loss continues",
+        "Training time of the last two candidate learning rates, without their first estimates "
+        "of the factors; before, the half with the lowest training losses continues, and again, "
+        "whenever the time has doubled",
         positive=True,
     )
     slice_seconds: float = option(

@@ -41,7 +41,7 @@ class Network:
         inits: its initialisations, the default first, each with the form of the inputs that it is
             meant for: ``"centred"`` (pixels minus their mean), ``"normalised"`` (zero mean and unit
             variance) or ``"unit"`` (0 to 1).
-        weight_costs: the paper's λ by parameter name.
+        weight_costs: the published λ by parameter name.
         task: a name in ``kfc.lab.components.TASKS``.
     """
 
@@ -59,7 +59,7 @@ class Network:
 _cuda_convnet = partial(
     Network,
     image_sizes=(32,),
-    inits={"kaiming": "normalised", "paper": "centred"},
+    inits={"kaiming": "normalised", "cuda-convnet": "centred"},
     weight_costs=architectures.WEIGHT_COSTS,
 )
 _autoencoder = partial(Network, inits={"glorot": "unit"}, task="reconstruction")

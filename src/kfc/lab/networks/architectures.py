@@ -231,7 +231,7 @@ def initialise(model: nn.Module, init: str) -> None:
     torch initialises the scales and biases of normalisation layers to 1 and 0.
 
     Args:
-        init: ``"paper"`` for the standard deviations of cuda-convnet's table; ``"glorot"`` for the
+        init: ``"cuda-convnet"`` for its published standard deviations; ``"glorot"`` for the
             variance 2 / (fan-in + fan-out), which suits tanh units; ``"kaiming"`` for the variance
             2 / fan-in, where the last layer's weights are a tenth of that, so that the initial
             logits are small, and residual branches without normalisation start at 0.
@@ -241,7 +241,7 @@ def initialise(model: nn.Module, init: str) -> None:
     for name, layer in layers.items():
         if layer.bias is not None:
             layer.bias.zero_()
-        if init == "paper":
+        if init == "cuda-convnet":
             layer.weight.normal_(std=WEIGHT_STDS[name])
         elif init == "glorot":
             nn.init.xavier_normal_(layer.weight)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from kfc.lab.halving import best_of, half
 from kfc.lab.suite.trial import Outcome
 
 # The rungs, as fractions of the time limit.
@@ -43,8 +44,11 @@ def stage(outcomes: Sequence[Outcome], limit: float) -> tuple[list[int], float]:
         running = [outcomes[i] for i in candidates if not outcomes[i].end]
         if any(outcome.seconds < seconds for outcome in running):
             return candidates, seconds
-        ordered = sorted(candidates, key=lambda index: rank(outcomes[index], seconds))
-        candidates = sorted(ordered[: max(FINALISTS, math.ceil(len(candidates) / 2))])
+        kept = best_of(
+            [rank(outcomes[index], seconds) for index in candidates],
+            max(FINALISTS, half(len(candidates))),
+        )
+        candidates = [candidates[place] for place in kept]
     return candidates, limit
 
 
