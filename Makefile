@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow coverage lint types check chaos bench profile docs matrix integrations models vendor clean
+.PHONY: demo test test-slow coverage lint types check chaos bench profile docs release matrix integrations \
+	models vendor clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kfc demo
@@ -47,8 +48,28 @@ bench: benchmarks/.venv/.done
 profile: $(VENV)/.dev
 	$(BIN)/python benchmarks/profile_step.py $(if $(NETWORK),--network $(NETWORK))
 
-docs: $(VENV)/.docs
+docs: $(VENV)/.docs docs/gallery/.done
 	$(BIN)/mkdocs build --strict
+
+# The pages of docs/gallery.md, by the commands that it shows: too large to be committed, and made in
+# a few minutes. They are made again when the code of the pages changes.
+docs/gallery/.done: $(VENV)/.docs $(wildcard src/kfc/lab/report/*.py src/kfc/lab/report/templates/*)
+	rm -rf .gallery docs/gallery
+	mkdir -p .gallery docs/gallery
+	$(IN_GALLERY) kfc demo --out demo
+	$(IN_GALLERY) kfc train --data digits --epochs 5 --out digits
+	$(IN_GALLERY) kfc inspect digits --budget 1m --advise
+	$(IN_GALLERY) kfc plan resnet20
+	cp .gallery/demo/report.html docs/gallery/demo.html
+	cp .gallery/inspect.html .gallery/plan.html docs/gallery
+	touch $@
+
+IN_GALLERY := cd .gallery && PATH="$(abspath $(BIN)):$$PATH"
+
+# Build the wheel and the source distribution, try them in clean environments, and say how to upload
+# them.
+release: .venv-release/.done
+	.venv-release/bin/python tests/release.py
 
 # The tests with other versions of Python and torch: make matrix PAIRS="3.11:2.13.0 3.12:2.13.0".
 # Only CPU builds of torch are installed, for which pip needs a source.
@@ -72,7 +93,8 @@ vendor:
 	rm plotly.js-cartesian-dist-min-$(PLOTLY).tgz
 
 clean:
-	rm -rf $(VENV) .venv-slow .venv-matrix .venv-integrations benchmarks/.venv runs site .chaos
+	rm -rf $(VENV) .venv-slow .venv-matrix .venv-integrations .venv-release benchmarks/.venv
+	rm -rf runs site dist .gallery docs/gallery .chaos
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -94,6 +116,11 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	$(PYTHON) -m venv .venv-slow
 	.venv-slow/bin/python -m pip install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	.venv-slow/bin/python -m pip install -q -c constraints.txt -e ".[dev,peers]"
+	touch $@
+
+.venv-release/.done: constraints.txt
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install -q -c constraints.txt build twine
 	touch $@
 
 # torch first: it satisfies what the libraries require, so that pip installs no other build.

@@ -1,5 +1,7 @@
 """What the documents show runs as written."""
 
+import inspect
+import pydoc
 import re
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 
 import kfc
+import kfc.analysis
 
 ROOT = Path(__file__).parent.parent
 
@@ -69,3 +72,45 @@ def test_the_documented_layer_has_the_right_factors():
     weight, bias = row_of(layer.weight.detach(), layer.bias.detach())
     rows = torch.cat([bias[:, :1], weight[:, 0]], dim=1)
     torch.testing.assert_close(preconditioner.factors["1"].activation, rows.T @ rows / 5)
+
+
+def test_the_gallery_shows_the_commands_that_make_its_pages():
+    made = re.findall(r"^\t\$\(IN_GALLERY\) (kfc .*)$", (ROOT / "Makefile").read_text(), re.M)
+    shown = re.findall(r"^kfc .*$", (ROOT / "docs/gallery.md").read_text(), re.M)
+    assert len(made) == 4
+    assert shown == made
+
+
+def referenced() -> dict[str, str]:
+    """Return the options of every name in docs/reference.md."""
+    text = (ROOT / "docs/reference.md").read_text()
+    return dict(re.findall(r"^::: (\S+)\n((?:    .*\n)*)", text, re.M))
+
+
+@pytest.mark.parametrize("module", [kfc, kfc.analysis, kfc.fisher, kfc.layers, kfc.moments])
+def test_the_reference_has_every_public_name(module):
+    documented = [pydoc.locate(name) for name in referenced()]
+    assert None not in documented
+    public = {name: getattr(module, name) for name in module.__all__}
+    missing = [
+        name
+        for name, value in public.items()
+        if not inspect.ismodule(value) and not any(value is each for each in documented)
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", ["KFC", "KFAC", "WhitenedAdam", "Preconditioner"])
+def test_the_reference_has_every_public_method_of_the_optimizers(name):
+    options = referenced()[f"kfc.{name}"]
+    members = set(re.search(r"members: \[(.*)\]", options)[1].split(", "))
+    classes = [each for each in getattr(kfc, name).__mro__ if each.__module__.startswith("kfc")]
+    own = {
+        attribute
+        for each in classes
+        for attribute, value in vars(each).items()
+        if not attribute.startswith("_") and (callable(value) or isinstance(value, property))
+    }
+    # Whitening has no curvature, of which these would be.
+    without = {"factors", "blocks"} if name == "WhitenedAdam" else set()
+    assert members == own - without

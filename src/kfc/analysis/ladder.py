@@ -23,9 +23,9 @@ from kfc.analysis.recording import factored_layers, record_layer
 from kfc.fisher.heads import Output
 from kfc.fisher.likelihoods import Likelihood
 
-# The approximation of each rung, with what it adds to the rung before.
 LADDER = {"iad": "IAD", "iad-sud": "SUD", "kfc": "SH", "sua": "SUA", "prong": "WD"}
-# The two approximations that differ by an assumption alone; "exact" is the exact block.
+"""The approximation of each rung, with the assumption it adds to the rung before."""
+
 STEPS = {
     "IAD": ("exact", "iad"),
     "SUD": ("iad", "iad-sud"),
@@ -33,6 +33,8 @@ STEPS = {
     "SUA": ("kfc", "sua"),
     "WD": ("iad", "iad-wd"),
 }
+"""The two approximations that differ by an assumption alone; "exact" is the exact block."""
+
 # By convention, an assumption "holds" if it loses less than the first number, "roughly" if less
 # than the second, and otherwise "fails".
 THRESHOLDS = (0.1, 0.3)

@@ -33,9 +33,10 @@ PREVIOUS, BEFORE = "previous_update", "before_update"
 class KFAC(CurvatureOptimizer):
     """Natural gradient descent that chooses its learning rate, momentum and damping.
 
-    >>> optimizer = kfc.KFAC(model)
-    >>> for images, labels in loader:
-    ...     optimizer.step(lambda: F.cross_entropy(model(images), labels))
+    Examples:
+        >>> optimizer = kfc.KFAC(model)
+        >>> for images, labels in loader:
+        ...     optimizer.step(lambda: F.cross_entropy(model(images), labels))
 
     An update is α times the natural gradient plus μ times the previous update. α and μ minimise a
     quadratic model of the objective on the batch, whose curvature is the exact Fisher matrix plus

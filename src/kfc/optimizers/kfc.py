@@ -45,11 +45,12 @@ Products = dict[str, Scalar]
 class KFC(CurvatureOptimizer):
     """Natural gradient descent with Kronecker Factors for Convolution, as a drop-in optimizer.
 
-    >>> optimizer = kfc.KFC(model, lr=3e-3)
-    >>> for images, labels in loader:
-    ...     optimizer.zero_grad()
-    ...     F.cross_entropy(model(images), labels).backward()
-    ...     optimizer.step()
+    Examples:
+        >>> optimizer = kfc.KFC(model, lr=3e-3)
+        >>> for images, labels in loader:
+        ...     optimizer.zero_grad()
+        ...     F.cross_entropy(model(images), labels).backward()
+        ...     optimizer.step()
 
     Args:
         model: the network; its layers are found by type (see ``describe()``).

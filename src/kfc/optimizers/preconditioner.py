@@ -24,13 +24,14 @@ from kfc.schedule import Budget, Periods
 class Preconditioner(CurvatureAccess):
     """Replaces gradients by natural gradients, for use with any optimizer.
 
-    >>> preconditioner = kfc.Preconditioner(model)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.9)
-    >>> for images, labels in loader:
-    ...     optimizer.zero_grad()
-    ...     F.cross_entropy(model(images), labels).backward()
-    ...     preconditioner.step()  # gradients become natural gradients, in place
-    ...     optimizer.step()
+    Examples:
+        >>> preconditioner = kfc.Preconditioner(model)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.9)
+        >>> for images, labels in loader:
+        ...     optimizer.zero_grad()
+        ...     F.cross_entropy(model(images), labels).backward()
+        ...     preconditioner.step()  # gradients become natural gradients, in place
+        ...     optimizer.step()
 
     Args:
         model: the network. Hooks gather statistics whenever it runs in training mode.

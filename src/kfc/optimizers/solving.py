@@ -54,8 +54,9 @@ def solve_fisher(
     suggests. With v = ∇h, -x is the update of Hessian-free optimization. Parameters, gradients,
     buffers and the random state stay as they were.
 
-    >>> gradient = {name: p.grad for name, p in model.named_parameters()}
-    >>> update = kfc.solve_fisher(model, images, gradient, damping=1e-3).solution
+    Examples:
+        >>> gradient = {name: p.grad for name, p in model.named_parameters()}
+        >>> update = kfc.solve_fisher(model, images, gradient, damping=1e-3).solution
 
     Args:
         model: any module, called as ``model(inputs)``, as ``model(*inputs)`` for a tuple and as

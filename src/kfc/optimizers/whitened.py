@@ -51,11 +51,12 @@ class WhitenedAdam(CurvatureOptimizer):
     better. It follows from the parameters, the last step and β₁, so neither of them must be changed
     between the step and the evaluation. Groups with β₁ = 0 have no average.
 
-    >>> optimizer = kfc.WhitenedAdam(model)
-    >>> for images, labels in loader:
-    ...     optimizer.zero_grad()
-    ...     F.cross_entropy(model(images), labels).backward()
-    ...     optimizer.step()
+    Examples:
+        >>> optimizer = kfc.WhitenedAdam(model)
+        >>> for images, labels in loader:
+        ...     optimizer.zero_grad()
+        ...     F.cross_entropy(model(images), labels).backward()
+        ...     optimizer.step()
 
     Args:
         model: the network; its layers are found by type (see ``describe()``).
