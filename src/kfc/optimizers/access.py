@@ -157,7 +157,7 @@ class CurvatureAccess:
         Parameters, gradients, buffers and the random state stay as they were.
 
         Examples:
-            >>> optimizer.estimate_factors(loader, lambda out, batch: F.cross_entropy(out, batch[1]))
+            >>> optimizer.estimate_factors(loader, lambda out, batch: loss(out, batch[1]))
 
         Args:
             batches: each item is the model's input, or a tuple or list that begins with it. An
