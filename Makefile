@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test test-slow coverage lint types check chaos bench profile docs release matrix integrations \
-	models vendor clean
+	models figures figures-runs vendor clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kfc demo
@@ -84,6 +84,22 @@ integrations: .venv-integrations/.done
 # Continue the table of docs/models.md. MODELS="--help" for options.
 models: .venv-integrations/.done
 	.venv-integrations/bin/python benchmarks/models.py $(MODELS)
+
+# The figures and tables of docs/reproduction.md, from the recorded curves.
+figures: $(VENV)/.dev
+	$(BIN)/python benchmarks/paper_figures.py
+
+# Begin or continue the runs of the paper's figures, which take many hours; Ctrl-C interrupts them.
+# Afterwards their curves are recorded. ONLY="figure4" runs some of them.
+ONLY ?= benchmarks/figures/rates.toml figure4 benchmarks/figures/weight-decay.toml figure3-cifar10 figure5 figure3-svhn figure5-svhn
+FIGURES ?= runs/figures
+figures-runs: $(VENV)/.dev
+	for what in $(ONLY); do \
+		folder=$(FIGURES)/$$(basename $$what .toml); \
+		if [ -e $$folder ]; then $(BIN)/kfc compare --resume $$folder; \
+		else $(BIN)/kfc compare $$what --threads 1 --out $$folder; fi || break; \
+	done
+	$(BIN)/python benchmarks/paper_figures.py --from $(FIGURES)
 
 # Replace the plotting library of the pages by another version from npm: make vendor PLOTLY=4.1.1
 vendor:

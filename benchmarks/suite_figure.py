@@ -13,6 +13,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from drawing import document, segment, text
+
 from kfc.lab.suite.methods import METHODS
 from kfc.lab.suite.scoring import (
     bounded_ratios,
@@ -158,29 +160,22 @@ def figure(results: Results) -> str:
     methods, workloads = results["settings"]["methods"], results["workloads"]
     ratios = ratios_to_best(times_of(results))
     height = TOP + ROW * len(ratios) + 60
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 40} {height}" '
-        'font-family="system-ui, sans-serif" font-size="12" role="img" aria-labelledby="t">',
-        '<title id="t">Time to target relative to the fastest method, by workload</title>',
-        f'<rect width="{LEFT + WIDTH + 40}" height="{height}" fill="white"/>',
-    ]
+    parts = []
     bottom = TOP + ROW * len(ratios)
     for ratio in (1, 1.5, 2, 3, 4):
         x = _place(ratio)
-        parts.append(f'<line x1="{x}" x2="{x}" y1="{TOP}" y2="{bottom}" stroke="#ddd"/>')
-        parts.append(f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{ratio:g}x</text>')
+        parts.append(segment(x, x, TOP, bottom, "#ddd"))
+        parts.append(text(x, bottom + 18, f"{ratio:g}x", "middle"))
     parts.append(
-        f'<text x="{_place(LARGEST)}" y="{bottom + 18}" text-anchor="middle">not reached</text>'
-        f'<text x="{LEFT}" y="{bottom + 42}">seconds of training to the target, relative to the '
-        "fastest method</text>"
+        text(_place(LARGEST), bottom + 18, "not reached", "middle")
+        + text(
+            LEFT, bottom + 42, "seconds of training to the target, relative to the fastest method"
+        )
     )
     for index, (name, row) in enumerate(ratios.items()):
         y = TOP + ROW * (index + 0.5)
-        parts.append(
-            f'<text x="{LEFT - 14}" y="{y + 4}" text-anchor="end">{name}: '
-            f"{workloads[name]['goal']}</text>"
-        )
-        parts.append(f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y}" y2="{y}" stroke="#eee"/>')
+        parts.append(text(LEFT - 14, y + 4, f"{name}: {workloads[name]['goal']}", "end"))
+        parts.append(segment(LEFT, LEFT + WIDTH, y, y, "#eee"))
         missed = 0
         for shift, (colour, method) in enumerate(zip(COLOURS, methods, strict=False)):
             missed += math.isinf(row[method])
@@ -194,10 +189,10 @@ def figure(results: Results) -> str:
     for index, (colour, method) in enumerate(zip(COLOURS, methods, strict=False)):
         x = LEFT + index * 86
         parts.append(
-            f'<circle cx="{x}" cy="20" r="5.5" fill="{colour}"/>'
-            f'<text x="{x + 10}" y="24">{method}</text>'
+            f'<circle cx="{x}" cy="20" r="5.5" fill="{colour}"/>' + text(x + 10, 24, method)
         )
-    return "\n".join([*parts, "</svg>", ""])
+    title = "Time to target relative to the fastest method, by workload"
+    return document(LEFT + WIDTH + 40, height, title, parts)
 
 
 def _place(ratio: float) -> float:

@@ -34,7 +34,7 @@ def small_entry(name: str, truth: Splits, **changes: object) -> Entry:
     """Return the catalogue's entry with the counts and digest (if it has one) of a small set."""
     entry = CATALOGUE[name]
     digest = content_digest(truth) if entry.digest else None
-    sizes = {"train": len(truth.train), "test": len(truth.test)}
+    sizes = {"train": len(truth.train), "extra": 0, "test": len(truth.test)}
     return replace(entry, digest=digest, **sizes, **changes)
 
 
@@ -93,9 +93,12 @@ def idx_files(truth: Splits) -> dict[str, bytes]:
     return files
 
 
-def mat_files(truth: Splits, *, compressed: bool = True) -> dict[str, bytes]:
+def mat_files(
+    truth: Splits, *, compressed: bool = True, extra: Split | None = None
+) -> dict[str, bytes]:
     files = {}
-    for prefix, split in (("train", truth.train), ("test", truth.test)):
+    splits = {"train": truth.train, "test": truth.test, **({"extra": extra} if extra else {})}
+    for prefix, split in splits.items():
         file = io.BytesIO()
         labels = np.where(split.labels == 0, 10, split.labels)[:, None].astype(np.uint8)
         variables = {"X": split.images.transpose(2, 3, 1, 0), "y": labels}

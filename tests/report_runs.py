@@ -93,6 +93,7 @@ def evaluation_row(optimizer: str, update: int, pace: float, diverges: bool) -> 
         "seconds": update * SECONDS_PER_UPDATE[optimizer],
         **values,
         **averaged,
+        "processor_seconds": 0.9 * update * SECONDS_PER_UPDATE[optimizer],
         "step_seconds": step_seconds(optimizer) if update else {},
         "diagnostics": diagnostics(update) if optimizer == "kfc" else {},
     }

@@ -1,6 +1,7 @@
 """Comparisons: presets and files, runs in turn, the choice of learning rates, the command."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,7 @@ from kfc.lab.disk import RunError
 from kfc.lab.networks import NetworkError
 from kfc.lab.runs import read_record
 
+FIGURES = Path(__file__).parents[1] / "benchmarks" / "figures"
 SMALL = {
     "title": "Small",
     "slice_seconds": 0.02,
@@ -50,7 +52,7 @@ def run(comparison, folder, data, on_row=lambda one, row: None, **more):
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_are_complete(name, quick):
-    if quick and name in ("demo", "rates"):
+    if quick and name == "demo":
         with pytest.raises(ConfigError, match="no \\[quick\\] table"):
             read_comparison(name, quick=True, overrides={})
         return
@@ -67,18 +69,18 @@ def test_presets_are_complete(name, quick):
 
 
 def test_there_is_a_preset_for_every_figure():
-    assert {"demo", "figure3-cifar10", "figure3-svhn", "figure4", "figure5", "modern"} <= set(
-        preset_names()
-    )
-    assert all(
-        config.problem.batch_size == 4096
-        for configs in read_comparison("figure5", quick=False, overrides={}).candidates().values()
-        for config in configs
-    )
+    assert {"demo", "modern", "figure4"} <= set(preset_names())
+    assert {"figure3-cifar10", "figure3-svhn", "figure5", "figure5-svhn"} <= set(preset_names())
+    for name in ("figure5", "figure5-svhn"):
+        candidates = read_comparison(name, quick=False, overrides={}).candidates()
+        sizes = [config.problem.batch_size for configs in candidates.values() for config in configs]
+        assert set(sizes) == {4096}
 
 
 @pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize("name", ["figure3-cifar10", "figure3-svhn", "figure4", "figure5"])
+@pytest.mark.parametrize(
+    "name", ["figure3-cifar10", "figure3-svhn", "figure4", "figure5", "figure5-svhn"]
+)
 def test_the_figures_of_the_paper_keep_its_settings(name, quick):
     """Averages from the first parameters on; for CIFAR-10, the initial weights of cuda-convnet."""
     comparison = read_comparison(name, quick=quick, overrides={})
@@ -89,6 +91,20 @@ def test_the_figures_of_the_paper_keep_its_settings(name, quick):
             ("cuda-convnet", "centred") if problem.data == "cifar10" else ("kaiming", "normalised")
         )
         assert (problem.init, problem.inputs) == expected
+
+
+@pytest.mark.parametrize("name", ["rates", "weight-decay"])
+def test_the_settings_of_the_figures_were_chosen_by_comparisons_of_the_same_problem(name):
+    chooses = read_comparison(str(FIGURES / f"{name}.toml"), quick=False, overrides={})
+    figure = read_comparison("figure3-cifar10", quick=False, overrides={})
+    [theirs] = figure.candidates()["KFC"]
+    for config in (config for configs in chooses.candidates().values() for config in configs):
+        assert config.problem.data == theirs.problem.data
+        assert config.problem.init == theirs.problem.init
+        assert config.records.averaging_fraction == 1
+        assert config.method.options.get("fraction") == theirs.method.options.get("fraction") or (
+            config.method.optimizer == "sgd"
+        )
 
 
 def test_overrides_replace_the_options_of_a_preset():

@@ -26,7 +26,7 @@ from data_files import (
 )
 from kfc.lab.data import DataError, data_folder, load, sources
 from kfc.lab.data.catalogue import CATALOGUE
-from kfc.lab.data.datasets import content_digest
+from kfc.lab.data.datasets import Split, Splits, content_digest
 from kfc.lab.data.loading import check_entry, load_entry, whereabouts
 from kfc.lab.data.raw import find_raw
 from kfc.lab.data.sources import note_console
@@ -360,6 +360,24 @@ def test_changed_raw_files_are_decoded_again(svhn, tmp_path):
     write(tmp_path / "svhn", mat_files(other))
     assert_is(load_entry(svhn, tmp_path, QUIET), other)
     assert [path.name for path in (tmp_path / "decoded").iterdir()] == ["svhn"]
+
+
+def test_additional_images_of_svhn_are_used_if_they_are_there(svhn, tmp_path):
+    entry = replace(svhn, extra=len(COLOUR.test))
+    assert_is(load_entry(entry, tmp_path, QUIET), COLOUR)
+    write(tmp_path / "svhn", mat_files(COLOUR, extra=COLOUR.test))
+    images = np.concatenate([COLOUR.train.images, COLOUR.test.images])
+    labels = np.concatenate([COLOUR.train.labels, COLOUR.test.labels])
+    whole = Splits(Split(images, labels), COLOUR.test)
+    assert_is(load_entry(entry, tmp_path, QUIET), whole)
+    (tmp_path / "svhn" / "extra_32x32.mat").unlink()
+    assert_is(load_entry(entry, tmp_path, QUIET), COLOUR)
+
+
+def test_additional_images_are_never_fetched():
+    form = CATALOGUE["svhn"].published["official"]
+    assert "extra_32x32.mat" not in form.files
+    assert "extra_32x32.mat" not in form.checksums
 
 
 def truncate(home):

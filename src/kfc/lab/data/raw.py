@@ -66,7 +66,7 @@ def find_raw(entry: Entry, folder: Path) -> Iterator[Raw]:
 def describe_missing(entry: Entry, folder: Path) -> str:
     """Return a message that names the missing files if some, but not all, are in the folder."""
     for place in (folder / entry.name, folder):
-        for form in entry.forms:
+        for form in (form for form in entry.forms if form.address):
             missing = [name for name in form.files if not file_in(place, name)]
             if 0 < len(missing) < len(form.files):
                 return f"{place} lacks {', '.join(missing)}"
@@ -128,7 +128,7 @@ def verify(entry: Entry, splits: Splits, is_official: bool) -> Dataset:
 def check_structure(entry: Entry, splits: Splits) -> None:
     """Raise a DataError unless shapes, number of examples and labels are those of the entry."""
     for title, split, count in (
-        ("training", splits.train, entry.train),
+        ("training", splits.train, entry.train + entry.extra),
         ("test", splits.test, entry.test),
     ):
         images, labels = split.images, split.labels

@@ -1,0 +1,424 @@
+"""Make the figures and tables of docs/reproduction.md from the recorded curves of the paper's runs.
+
+python benchmarks/paper_figures.py                      # what `make figures` does
+python benchmarks/paper_figures.py --from runs/figures  # take the curves from runs first
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drawing import Axis, Line, Panel, document, segment, text
+
+from kfc.lab.report.figures import LINE_COLOURS
+from kfc.lab.runs import Record, read_record
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results" / "figures"
+PICTURES = ROOT / "docs" / "pictures"
+PAGE = ROOT / "docs" / "reproduction.md"
+NOT_CHOSEN = "not chosen"
+
+# What is kept of a run: its settings, and of every evaluation the averaged parameters' errors.
+SETTINGS = ("optimizer", "lr", "batch_size", "weight_decay", "net", "seed")
+COUNTS = ("update", "epoch", "seconds", "processor_seconds")
+MEASURES = ("train_loss", "train_error", "test_loss", "test_error")
+TRAIN, TEST = "averaged_train_error", "averaged_test_error"
+Row = dict[str, Any]
+
+
+# The recorded curves
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run: its name and settings, and its evaluations, in order.
+
+    Attributes:
+        end: why it ended; ``None`` if it can be continued.
+        estimate_seconds: processor time of the first estimate of the factors, part of all others.
+    """
+
+    name: str
+    settings: Row
+    end: str | None
+    rows: Sequence[Row]
+
+    @property
+    def last(self) -> Row:
+        return self.rows[-1]
+
+    def first_reaching(self, measure: str, value: float) -> Row | None:
+        """Return the first evaluation that is at most this value."""
+        rows = (row for row in self.rows if row[measure] is not None)
+        return next((row for row in rows if row[measure] <= value), None)
+
+
+def curve_of(record: Record) -> list[Row]:
+    """Return the rows that are kept of a run, the settings first; numbers have four digits."""
+    options = record.config.to_dict()
+    first: Row = {"name": record.name, **{name: options[name] for name in SETTINGS}}
+    first["end"] = None if record.end is None else record.end["reason"]
+    keys = [*COUNTS, *(f"{kind}{measure}" for kind in ("", "averaged_") for measure in MEASURES)]
+    return [first, *({key: _short(row[key]) for key in keys} for row in record.evaluations)]
+
+
+def _short(value: float | None) -> float | None:
+    return value if value is None or isinstance(value, int) else float(f"{value:.4g}")
+
+
+def collect(runs: Path) -> None:
+    """Write the curves of every comparison in a folder, in place of earlier ones of its name."""
+    for folder in sorted(path.parent for path in runs.glob("*/comparison.json")):
+        records = [read_record(path.parent) for path in sorted(folder.glob("*/config.json"))]
+        target = RESULTS / f"{folder.name}.jsonl"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        rows = [row for record in records for row in curve_of(record)]
+        target.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def read_curves(comparison: str) -> list[Curve]:
+    """Return the recorded curves of a comparison; none if it was not run."""
+    file = RESULTS / f"{comparison}.jsonl"
+    curves: list[Curve] = []
+    rows: list[Row] = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        row = json.loads(line)
+        if "name" in row:
+            rows = []
+            settings = {key: row[key] for key in SETTINGS}
+            curves.append(Curve(row["name"], settings, row["end"], rows))
+        else:
+            rows.append(row)
+    return curves
+
+
+def chosen(comparison: str) -> dict[str, Curve]:
+    """Return the runs by name, without learning rates that were tried and dropped."""
+    return {c.name: c for c in read_curves(comparison) if c.end != NOT_CHOSEN}
+
+
+# The figures
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure of the paper.
+
+    Attributes:
+        methods: names of the runs that are drawn, in order.
+        goals: the paper's training and test errors, in percent, drawn as dotted lines.
+        worst_error, worst_loss: the upper ends of the axes.
+    """
+
+    comparison: str
+    title: str
+    methods: Sequence[str]
+    goals: Sequence[float]
+    worst_error: float = 60
+    worst_loss: float = 2.0
+
+
+DRAWINGS = (
+    Drawing("figure3-cifar10", "Figure 3, CIFAR-10", ("SGD", "KFC"), (6, 19)),
+    Drawing("figure4", "Figure 4", ("SGD", "KFC", "SGD, BN", "KFC, BN"), (6,)),
+    Drawing("figure5", "Figure 5, CIFAR-10, batches of 4096", ("SGD", "KFC"), (10,)),
+    Drawing("figure3-svhn", "Figure 3, subset of SVHN", ("SGD", "KFC"), ()),
+    Drawing("figure5-svhn", "Figure 5, subset of SVHN", ("SGD", "KFC"), ()),
+)
+AXES = {
+    "processor_seconds": "seconds on one core",
+    "epoch": "epochs",
+    "update": "updates",
+}
+WIDTH, HEIGHT = 250, 190  # of a panel
+LEFT, TOP, RIGHT, BOTTOM = 44, 76, 16, 50  # around panels
+
+
+def figure(drawing: Drawing, curves: Sequence[Curve]) -> str:
+    """Return an SVG: error and loss against seconds, epochs and updates."""
+    parts: list[str] = []
+    for index, curve in enumerate(curves):
+        x = LEFT + 150 * index
+        parts.append(
+            segment(x, x + 24, 20, 20, _colour(index)).replace("/>", ' stroke-width="3"/>')
+        )
+        parts.append(text(x + 30, 24, f"{curve.name} ({curve.settings['lr']:g})"))
+    parts.append(
+        text(LEFT, 46, "Solid: training set. Dashed: test set. Dotted: the paper's errors.")
+    )
+    for column, (count, title) in enumerate(AXES.items()):
+        high = max(curve.last[count] for curve in curves)
+        start = LEFT + column * (WIDTH + LEFT + RIGHT)
+        x_axis = Axis(0, high, start, start + WIDTH)
+        if count == "update":
+            x_axis = Axis(10, high, start, start + WIDTH, log=True)
+            title += " (logarithmic)"
+        for line, (measure, name, top, goals) in enumerate(_lines_of_panels(drawing)):
+            upper = TOP + line * (HEIGHT + TOP - 26)
+            y_axis = Axis(0, top, upper + HEIGHT, upper)
+            panel = Panel(x_axis, y_axis, title, name, goals)
+            parts += panel.draw(list(_lines(curves, count, measure)))
+    width = 3 * (WIDTH + LEFT + RIGHT)
+    height = TOP + 2 * HEIGHT + (TOP - 26) + BOTTOM
+    return document(width, height, f"{drawing.title}: error and loss of KFC and SGD", parts)
+
+
+def _lines_of_panels(drawing: Drawing) -> list[tuple[str, str, float, Sequence[float]]]:
+    return [
+        ("error", "error (%)", drawing.worst_error, drawing.goals),
+        ("loss", "loss", drawing.worst_loss, ()),
+    ]
+
+
+def _lines(curves: Sequence[Curve], count: str, measure: str) -> Iterator[Line]:
+    for index, curve in enumerate(curves):
+        for split, dashes in (("train", ""), ("test", "5 3")):
+            key = f"averaged_{split}_{measure}"
+            points = [(row[count], row[key]) for row in curve.rows if row[key] is not None]
+            yield Line([p for p in points if count != "update" or p[0] > 0], _colour(index), dashes)
+
+
+def _colour(index: int) -> str:
+    return LINE_COLOURS[(1, 0, 3, 2)[index]]
+
+
+# The tables
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A number of the paper: what both methods need to reach an error.
+
+    Attributes:
+        paper: the paper's numbers for KFC, SGD and their ratio.
+        count: the unit in which they are compared.
+    """
+
+    what: str
+    comparison: str
+    measure: str
+    value: float
+    count: str
+    paper: tuple[str, str, str]
+
+
+CLAIMS = (
+    Claim(
+        "CIFAR-10, 19% test error",
+        *("figure3-cifar10", TEST, 19.0, "processor_seconds"),
+        ("3 min", "9 min", "3x"),
+    ),
+    Claim(
+        "CIFAR-10, 6% training error",
+        *("figure3-cifar10", TRAIN, 6.0, "processor_seconds"),
+        ("4 min", "30 min", "7.5x"),
+    ),
+    Claim(
+        "SVHN, 2.78% test error",
+        *("figure3-svhn", TEST, 2.78, "processor_seconds"),
+        ("120 min", "not in 250 min", "> 2x"),
+    ),
+    Claim(
+        "CIFAR-10, batch 4096, 10% training error",
+        *("figure5", TRAIN, 10.0, "update"),
+        ("300 updates", "6,000 updates", "20x"),
+    ),
+)
+
+
+def headline_table() -> str:
+    """Return a table with a row for every headline number of the paper."""
+    lines = [
+        "| to reach | paper: KFC | SGD | ratio | here: KFC | SGD | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for claim in CLAIMS:
+        here = reached(chosen(claim.comparison), "KFC", "SGD", claim)
+        lines.append(f"| {claim.what} | {' | '.join(claim.paper)} | {' | '.join(here)} |")
+    cost = epoch_cost()
+    lines.append(f"| cost of an epoch, relative to SGD's | < 2x | | | {cost} | | |")
+    return "\n".join(lines)
+
+
+def reached(curves: dict[str, Curve], ours: str, theirs: str, claim: Claim) -> list[str]:
+    """Return what two methods needed, and the ratio; of a run that was not so far, where it is."""
+    rows = {}
+    cells = []
+    for name in (ours, theirs):
+        curve = curves.get(name)
+        if curve is None:
+            cells.append("not run")
+            continue
+        rows[name] = curve.first_reaching(claim.measure, claim.value)
+        cells.append(_amount(rows[name], claim) or _position(curve, claim))
+    ratio = ""
+    if len(rows) == 2 and (own := rows[ours]) is not None:
+        other, bound = (rows[theirs], "") if rows[theirs] else (curves[theirs].last, "> ")
+        assert other is not None
+        ratio = f"{bound}{other[claim.count] / own[claim.count]:.2g}x"
+        if bound and other[claim.count] <= own[claim.count]:
+            ratio = "open"
+    return [*cells, ratio]
+
+
+def _amount(row: Row | None, claim: Claim) -> str:
+    if row is None:
+        return ""
+    if claim.count == "update":
+        return f"{row['update']:,} updates"
+    return f"{row[claim.count]:,.0f} s, {row['update']:,} updates"
+
+
+def _position(curve: Curve, claim: Claim) -> str:
+    """Return where a run is that has not reached the error: its best, and how far it got."""
+    best = min(row[claim.measure] for row in curve.rows if row[claim.measure] is not None)
+    last = curve.last
+    seconds = "" if claim.count == "update" else f" and {last['processor_seconds']:,.0f} s"
+    return f"not in {last['update']:,} updates{seconds} ({best:.3g}%)"
+
+
+def epoch_cost() -> str:
+    """Return the processor time of an epoch of KFC relative to SGD's, on the same network."""
+    texts = []
+    for comparison, ours, theirs, what in (
+        ("figure4", "KFC", "SGD", ""),
+        ("figure4", "KFC, BN", "SGD, BN", " with batch normalisation"),
+        ("figure5", "KFC", "SGD", " at batch 4096"),
+    ):
+        curves = chosen(comparison)
+        paces = [pace_of(curves[name]) for name in (ours, theirs) if name in curves]
+        if len(paces) == 2 and all(paces):
+            texts.append(f"{paces[0] / paces[1]:.2f}x{what}")
+    return ", ".join(texts) or "not run"
+
+
+def pace_of(curve: Curve) -> float:
+    """Return the processor seconds of an epoch after the first evaluation; 0 if there is none."""
+    trained = [row for row in curve.rows if row["update"] > 0]
+    if len(trained) < 2:
+        return 0.0
+    first, last = trained[0], trained[-1]
+    seconds: float = last["processor_seconds"] - first["processor_seconds"]
+    epochs: float = last["epoch"] - first["epoch"]
+    return seconds / epochs
+
+
+def runs_table(comparisons: Sequence[str]) -> str:
+    """Return a table of all runs: settings, length, and errors at the end and at best."""
+    lines = [
+        "| comparison | run | rate | batch | λ | updates | epochs | seconds "
+        "| training / test error | lowest test error | state |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for comparison in comparisons:
+        for curve in chosen(comparison).values():
+            own, last = curve.settings, curve.last
+            best = min(row[TEST] for row in curve.rows if row[TEST] is not None)
+            lines.append(
+                f"| `{comparison}` | {curve.name} | {own['lr']:g} | {own['batch_size']:,} | "
+                f"{own['weight_decay']:g} | {last['update']:,} | {last['epoch']:.3g} | "
+                f"{last['processor_seconds']:,.0f} | {last[TRAIN]:.1f} / {last[TEST]:.1f}% | "
+                f"{best:.1f}% | {'can be continued' if curve.end is None else curve.end} |"
+            )
+    return "\n".join(lines)
+
+
+def rates_table() -> str:
+    """Return a table of the learning rates that were tried, with their last training losses."""
+    lines = ["| method | rate | updates | training loss | |", "|---|---|---|---|---|"]
+    for curve in read_curves("rates"):
+        verdict = "dropped" if curve.end == NOT_CHOSEN else "**chosen**"
+        if curve.end == "diverged":
+            verdict = "diverged"
+        loss = curve.last["averaged_train_loss"]
+        shown = "not finite" if loss is None else f"{loss:.3f}"
+        lines.append(
+            f"| {curve.name} | {curve.settings['lr']:g} | {curve.last['update']} | {shown} | "
+            f"{verdict} |"
+        )
+    return "\n".join(lines)
+
+
+def scan_table() -> str:
+    """Return a table of weight decays, with the test error when the training error passes 6%."""
+    lines = [
+        "| λ | updates to 10 / 6% training error | test error there | lowest test error "
+        "| errors at the end |",
+        "|---|---|---|---|---|",
+    ]
+    none = chosen("figure4").get("KFC")
+    curves = ([none] if none else []) + list(chosen("weight-decay").values())
+    for curve in sorted(curves, key=lambda curve: float(curve.settings["weight_decay"])):
+        marks = [curve.first_reaching(TRAIN, error) for error in (10.0, 6.0)]
+        counts = " / ".join(f"{row['update']:,}" if row else "not reached" for row in marks)
+        errors = " / ".join(f"{row[TEST]:.1f}%" if row else "-" for row in marks)
+        best = min(row[TEST] for row in curve.rows)
+        last = curve.last
+        lines.append(
+            f"| {curve.settings['weight_decay']:g} | {counts} | {errors} | {best:.1f}% | "
+            f"{last[TRAIN]:.1f} / {last[TEST]:.1f}% after {last['update']:,} |"
+        )
+    return "\n".join(lines)
+
+
+COMPARISONS = (
+    "figure4",
+    "weight-decay",
+    *(d.comparison for d in DRAWINGS if d.comparison != "figure4"),
+)
+
+
+def tables() -> dict[str, str]:
+    """Return the tables of the page, by the name in its markers."""
+    return {
+        "headline": headline_table(),
+        "rates": rates_table(),
+        "scan": scan_table(),
+        "runs": runs_table(COMPARISONS),
+    }
+
+
+def with_tables(page: str) -> str:
+    """Return the page with the present tables between its markers."""
+    for name, table in tables().items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, _, rest = page.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise ValueError(f"{PAGE.name} must contain {begin} and {end}")
+        page = f"{before}{begin}\n{table}\n{end}{after}"
+    return page
+
+
+def pictures() -> dict[str, str]:
+    """Return the SVG figures, by file name, of the comparisons that were run."""
+    found = {}
+    for drawing in DRAWINGS:
+        curves = chosen(drawing.comparison)
+        drawn = [curves[name] for name in drawing.methods if name in curves]
+        if drawn:
+            found[f"paper-{drawing.comparison}.svg"] = figure(drawing, drawn)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument(
+        "--from", dest="runs", type=Path, help="take the curves of these runs first"
+    )
+    arguments = parser.parse_args()
+    if arguments.runs:
+        collect(arguments.runs)
+    for name, picture in pictures().items():
+        (PICTURES / name).write_text(picture, encoding="utf-8")
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
