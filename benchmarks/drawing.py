@@ -95,7 +95,7 @@ class Panel:
     goals: Sequence[float] = ()
 
     def draw(self, lines: Sequence[Line]) -> list[str]:
-        """Return the frame, the axes and the lines; what lies beyond the axes is at their ends."""
+        """Return the frame, the axes and the lines, without points above the panel."""
         left, right, bottom, top = self.x.start, self.x.stop, self.y.start, self.y.stop
         parts = []
         for value in self.y.ticks():
@@ -118,12 +118,16 @@ class Panel:
                 f'<line x1="{left}" x2="{right}" y1="{y}" y2="{y}" stroke="black" '
                 'stroke-dasharray="1 4"/>'
             )
-        return parts + [self._polyline(line) for line in lines if len(line.points) > 1]
+        return [*parts, *filter(None, map(self._polyline, lines))]
 
     def _polyline(self, line: Line) -> str:
-        points = " ".join(f"{self.x.place(x)},{self.y.place(y)}" for x, y in line.points)
+        """Return a line; empty if it has fewer than two points."""
+        inside = [(x, y) for x, y in line.points if y <= self.y.high]
+        points = " ".join(f"{self.x.place(x)},{self.y.place(y)}" for x, y in inside)
         dashes = f' stroke-dasharray="{line.dashes}"' if line.dashes else ""
         return (
             f'<polyline points="{points}" fill="none" stroke="{line.colour}" '
             f'stroke-width="2"{dashes}/>'
+            if len(inside) > 1
+            else ""
         )

@@ -137,18 +137,18 @@ AXES = {
     "update": "updates",
 }
 WIDTH, HEIGHT = 250, 190  # of a panel
-LEFT, TOP, RIGHT, BOTTOM = 44, 76, 16, 50  # around panels
+LEFT, TOP, RIGHT, BOTTOM, BETWEEN = 44, 76, 16, 50, 66  # around panels, and between two rows
 
 
 def figure(drawing: Drawing, curves: Sequence[Curve]) -> str:
     """Return an SVG: error and loss against seconds, epochs and updates."""
     parts: list[str] = []
     for index, curve in enumerate(curves):
-        x = LEFT + 150 * index
+        x = LEFT + 170 * index
         parts.append(
             segment(x, x + 24, 20, 20, _colour(index)).replace("/>", ' stroke-width="3"/>')
         )
-        parts.append(text(x + 30, 24, f"{curve.name} ({curve.settings['lr']:g})"))
+        parts.append(text(x + 30, 24, f"{curve.name}, lr {curve.settings['lr']:g}"))
     parts.append(
         text(LEFT, 46, "Solid: training set. Dashed: test set. Dotted: the paper's errors.")
     )
@@ -157,15 +157,16 @@ def figure(drawing: Drawing, curves: Sequence[Curve]) -> str:
         start = LEFT + column * (WIDTH + LEFT + RIGHT)
         x_axis = Axis(0, high, start, start + WIDTH)
         if count == "update":
-            x_axis = Axis(10, high, start, start + WIDTH, log=True)
+            low = min(row[count] for curve in curves for row in curve.rows if row[count] > 0)
+            x_axis = Axis(low, high, start, start + WIDTH, log=True)
             title += " (logarithmic)"
         for line, (measure, name, top, goals) in enumerate(_lines_of_panels(drawing)):
-            upper = TOP + line * (HEIGHT + TOP - 26)
+            upper = TOP + line * (HEIGHT + BETWEEN)
             y_axis = Axis(0, top, upper + HEIGHT, upper)
             panel = Panel(x_axis, y_axis, title, name, goals)
             parts += panel.draw(list(_lines(curves, count, measure)))
     width = 3 * (WIDTH + LEFT + RIGHT)
-    height = TOP + 2 * HEIGHT + (TOP - 26) + BOTTOM
+    height = TOP + 2 * HEIGHT + BETWEEN + BOTTOM
     return document(width, height, f"{drawing.title}: error and loss of KFC and SGD", parts)
 
 
@@ -352,8 +353,8 @@ def scan_table() -> str:
         "| errors at the end |",
         "|---|---|---|---|---|",
     ]
-    none = chosen("figure4").get("KFC")
-    curves = ([none] if none else []) + list(chosen("weight-decay").values())
+    curves = [chosen(figure)["KFC"] for figure in ("figure4", "figure3-cifar10") if chosen(figure)]
+    curves += chosen("weight-decay").values()
     for curve in sorted(curves, key=lambda curve: float(curve.settings["weight_decay"])):
         marks = [curve.first_reaching(TRAIN, error) for error in (10.0, 6.0)]
         counts = " / ".join(f"{row['update']:,}" if row else "not reached" for row in marks)

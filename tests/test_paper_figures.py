@@ -79,10 +79,10 @@ def test_a_figure_has_a_line_for_every_split_measure_and_axis(results):
         paper_figures.figure(drawing, [results["KFC"], results["SGD"], results["SGD, BN"]])
     )
     lines = root.findall("{*}polyline")
-    # A diverged run has a point at the start, which is no line.
+    # The diverged run has one point with a finite loss, which is no line.
     assert len(lines) == 2 * 2 * 2 * 3
     texts = [each.text for each in root.findall("{*}text")]
-    assert {"KFC (0.003)", "SGD (0.01)", "epochs", "loss"} <= set(texts)
+    assert {"KFC, lr 0.003", "SGD, lr 0.01", "epochs", "loss"} <= set(texts)
 
 
 def claim(value, count="update"):
