@@ -1,8 +1,11 @@
 """What the documents show runs as written."""
 
+import ast
 import inspect
+import itertools
 import pydoc
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -114,3 +117,62 @@ def test_the_reference_has_every_public_method_of_the_optimizers(name):
     # Whitening has no curvature, of which these would be.
     without = {"factors", "blocks"} if name == "WhitenedAdam" else set()
     assert members == own - without
+
+
+MEASURED = re.compile(r"\d\.\d|\d%|\de-?\d")
+COMMAND = re.compile(r"\bkfc [a-z]+|\bmake [a-z]+|\w+\.py\b|--[a-z]+")
+
+
+def tables(path: Path) -> list[tuple[int, str, str]]:
+    """Return the line of each table, what its section says before it, and its rows."""
+    lines = path.read_text().splitlines()
+    found, text = [], []
+    for number, line in enumerate(lines, 1):
+        if line.startswith("#"):
+            text = []
+        text.append(line)
+        if re.fullmatch(r"\|[-:| ]+\|", line):
+            rows = itertools.takewhile(lambda row: row.startswith("|"), lines[number:])
+            found.append((number, "\n".join(text), "\n".join(rows)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "document",
+    ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))],
+)
+def test_tables_of_measurements_name_their_command(document):
+    """In their section, or at the start of the page, if that speaks for all of its tables."""
+    start = (ROOT / document).read_text().split("\n## ")[0]
+    if re.search(
+        r"`(python|make) [^`]*`\s+repeats (these|the) measurements|written by `make", start
+    ):
+        return
+    if "A table that names no command comes from a script" in start:
+        return
+    unnamed = [
+        f"line {number}"
+        for number, text, rows in tables(ROOT / document)
+        if len(MEASURED.findall(rows)) > 5 and not COMMAND.search(text)
+    ]
+    assert not unnamed
+
+
+MODULES = {"F", "analysis", "dist", "kfc", "nn", "os", "torch", "DistributedDataParallel"}
+
+
+@pytest.mark.parametrize(
+    "document",
+    ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))],
+)
+def test_snippets_import_the_modules_they_use(document):
+    """In the snippet itself, or in one before it on the page."""
+    imported = set()
+    for snippet in re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.S):
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(snippet))))
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias.asname or alias.name for alias in node.names]
+                imported |= {name.partition(".")[0] for name in names}
+        used = {node.id for node in nodes if isinstance(node, ast.Name)} & MODULES
+        assert used <= imported, snippet

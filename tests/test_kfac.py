@@ -999,3 +999,19 @@ def test_rate_and_momentum_settle_on_cifar10(tmp_path):
     ratios = [row["reduction_ratio"] for row in late if row["reduction_ratio"] is not None]
     assert ratios
     assert all(0.5 < ratio < 1.5 for ratio in ratios)
+
+
+def test_schedulers_need_a_fixed_rate():
+    """Without one, there is no rate that a scheduler could change."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+    with pytest.raises(KeyError, match="lr"):
+        torch.optim.lr_scheduler.StepLR(kfc.KFAC(model), 1)
+    optimizer = kfc.KFAC(model, adaptation=kfc.Adaptation(lr=0.1))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    inputs, targets = torch.randn(8, 4), torch.randint(2, (8,))
+    rates = []
+    for _ in range(2):
+        optimizer.step(lambda: F.cross_entropy(model(inputs), targets))
+        rates.append(optimizer.step_diagnostics["lr"])
+        scheduler.step()
+    assert_close(rates[1], 0.5 * rates[0])

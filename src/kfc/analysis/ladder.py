@@ -80,7 +80,7 @@ class Step:
         trace: 1 - min(r, 1 / r) for the ratio r of the traces above and below: the part of the
             trace that is lost, or added.
         frobenius: the increase of the error in the Frobenius norm, relative to the exact block.
-        decrease: how much less a step lowers the loss at the same KL divergence, as a part of what
+        decrease: how much less a step v lowers the loss at the same vᵀ(F + δ)v, as a part of what
             the exact natural gradient gives.
     """
 

@@ -25,8 +25,8 @@ class Quality:
         cosine: the cosine of the angle between (F̂ + δ)⁻¹ g and the exact damped natural gradient.
             Either has a relative residual of 0.001 if it has to be found by products alone.
         decrease: the first-order decrease of the loss by a step along (F̂ + δ)⁻¹ g, relative to that
-            of the exact natural gradient with the same vᵀ(F + δ)v, and so at the same KL divergence
-            from the model before the step. At most 1.
+            of the exact natural gradient with the same vᵀ(F + δ)v; at most 1. vᵀFv is twice the KL
+            divergence from the model before the step, to second order.
         trace_ratio: tr F̂ / tr F.
         smallest_eigenvalue: the smallest eigenvalue of F̂, relative to the largest magnitude.
         positive: whether F̂ is positive semi-definite, up to rounding, in every batch.

@@ -212,7 +212,7 @@ class WhiteningCurvature(LayerCurvature):
 
 
 class _ActivationStatistics(LayerStatistics):
-    """Ω: summed over the rows of all calls, mean over examples (eqn 26)."""
+    """Ω: summed over the rows of all calls, mean over examples (eqn 32)."""
 
     def __init__(self, layer: MatrixLayer, blocks: int) -> None:
         self.layer = layer

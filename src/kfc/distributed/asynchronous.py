@@ -1,4 +1,4 @@
-"""When inverses are refreshed: in the step, or asynchronously in a thread (appendix A.3).
+"""When inverses are refreshed: in the step, or asynchronously in a thread.
 
 The thread works on copies of the factors, on the CPU; a later step applies its inverses. No step
 uses inverses that were due more than ``max_staleness`` steps before.

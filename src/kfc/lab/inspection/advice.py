@@ -41,8 +41,8 @@ class Choice(NamedTuple):
 def advise(network: InspectedNetwork, inspection: Inspection, overhead: float) -> Advice:
     """Measure what each approximation costs in a training step, and choose within the overhead.
 
-    At a given KL divergence, the blocks of a step contribute Σ gain · decrease² to the square of
-    the decrease of the loss.
+    With the best length in every layer, the blocks of a step v with a given vᵀ(F + δ)v contribute
+    Σ gain · decrease² to the square of the decrease of the loss.
     """
     compared = {
         layer.name: layer.comparison for layer in inspection.layers if layer.comparison is not None

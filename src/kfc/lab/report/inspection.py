@@ -36,7 +36,7 @@ QUALITIES = (
 MEASURES = {"errors": "Frobenius error", "decreases": "decrease", "traces": "trace ratio"}
 CAPTIONS = {
     "errors": "Distance from the exact block; lower is better.",
-    "decreases": "Decrease of the loss at equal KL divergence; 1 is the exact block's.",
+    "decreases": "Decrease of the loss at equal norm vᵀ(F + δ)v; 1 is the exact block's.",
     "traces": "Trace relative to the exact block's; 1 is right.",
 }
 PLACES = {"traces": 0, "errors": 1, "decreases": 2}
