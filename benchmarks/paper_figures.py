@@ -41,7 +41,6 @@ class Curve:
 
     Attributes:
         end: why it ended; ``None`` if it can be continued.
-        estimate_seconds: processor time of the first estimate of the factors, part of all others.
     """
 
     name: str
@@ -73,13 +72,18 @@ def _short(value: float | None) -> float | None:
 
 
 def collect(runs: Path) -> None:
-    """Write the curves of every comparison in a folder, in place of earlier ones of its name."""
+    """Write the curves of every comparison in a folder, in place of earlier ones of its name.
+
+    Runs that have not been evaluated after an update are left out.
+    """
     for folder in sorted(path.parent for path in runs.glob("*/comparison.json")):
         records = [read_record(path.parent) for path in sorted(folder.glob("*/config.json"))]
-        target = RESULTS / f"{folder.name}.jsonl"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        rows = [row for record in records for row in curve_of(record)]
-        target.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        begun = [record for record in records if len(record.evaluations) > 1]
+        rows = [row for record in begun for row in curve_of(record)]
+        if rows:
+            target = RESULTS / f"{folder.name}.jsonl"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def read_curves(comparison: str) -> list[Curve]:
@@ -113,6 +117,7 @@ class Drawing:
     Attributes:
         methods: names of the runs that are drawn, in order.
         goals: the paper's training and test errors, in percent, drawn as dotted lines.
+        count: the unit of its table.
         worst_error, worst_loss: the upper ends of the axes.
     """
 
@@ -120,6 +125,7 @@ class Drawing:
     title: str
     methods: Sequence[str]
     goals: Sequence[float]
+    count: str = "processor_seconds"
     worst_error: float = 60
     worst_loss: float = 2.0
 
@@ -127,9 +133,9 @@ class Drawing:
 DRAWINGS = (
     Drawing("figure3-cifar10", "Figure 3, CIFAR-10", ("SGD", "KFC"), (6, 19)),
     Drawing("figure4", "Figure 4", ("SGD", "KFC", "SGD, BN", "KFC, BN"), (6,)),
-    Drawing("figure5", "Figure 5, CIFAR-10, batches of 4096", ("SGD", "KFC"), (10,)),
+    Drawing("figure5", "Figure 5, CIFAR-10, batches of 4096", ("SGD", "KFC"), (10,), "update"),
     Drawing("figure3-svhn", "Figure 3, subset of SVHN", ("SGD", "KFC"), ()),
-    Drawing("figure5-svhn", "Figure 5, subset of SVHN", ("SGD", "KFC"), ()),
+    Drawing("figure5-svhn", "Figure 5, subset of SVHN", ("SGD", "KFC"), (), "update"),
 )
 AXES = {
     "processor_seconds": "seconds on one core",
@@ -284,6 +290,35 @@ def _position(curve: Curve, claim: Claim) -> str:
     return f"not in {last['update']:,} updates{seconds} ({best:.3g}%)"
 
 
+GOALS = tuple((TRAIN, error) for error in (30, 20, 10, 6)) + tuple(
+    (TEST, error) for error in (30, 25, 22, 20, 19)
+)
+
+
+def results_of(drawing: Drawing) -> str:
+    """Return the picture, and a table of the seconds and updates of all methods to several errors."""
+    curves = chosen(drawing.comparison)
+    methods = [name for name in drawing.methods if name in curves]
+    if not methods:
+        return "Not run."
+    lines = [
+        f"![{drawing.title}: error and loss](pictures/{_file_of(drawing)})",
+        "",
+        f"| to reach | {' | '.join(methods)} |",
+        "|---" * (1 + len(methods)) + "|",
+    ]
+    for measure, value in GOALS:
+        rows = [curves[name].first_reaching(measure, value) for name in methods]
+        if any(rows):
+            claim = Claim("", drawing.comparison, measure, value, drawing.count, ("", "", ""))
+            cells = [_amount(row, claim) or "-" for row in rows]
+            split = "training" if measure == TRAIN else "test"
+            lines.append(f"| {value}% {split} error | {' | '.join(cells)} |")
+    ends = [f"{curves[name].last['update']:,}" for name in methods]
+    lines.append(f"| updates so far | {' | '.join(ends)} |")
+    return "\n".join(lines)
+
+
 def epoch_cost() -> str:
     """Return the processor time of an epoch of KFC relative to SGD's, on the same network."""
     texts = []
@@ -379,6 +414,7 @@ def tables() -> dict[str, str]:
     """Return the tables of the page, by the name in its markers."""
     return {
         "headline": headline_table(),
+        **{drawing.comparison: results_of(drawing) for drawing in DRAWINGS},
         "rates": rates_table(),
         "scan": scan_table(),
         "runs": runs_table(COMPARISONS),
@@ -404,8 +440,12 @@ def pictures() -> dict[str, str]:
         curves = chosen(drawing.comparison)
         drawn = [curves[name] for name in drawing.methods if name in curves]
         if drawn:
-            found[f"paper-{drawing.comparison}.svg"] = figure(drawing, drawn)
+            found[_file_of(drawing)] = figure(drawing, drawn)
     return found
+
+
+def _file_of(drawing: Drawing) -> str:
+    return f"paper-{drawing.comparison}.svg"
 
 
 def main() -> None:

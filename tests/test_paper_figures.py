@@ -56,6 +56,7 @@ def results(tmp_path, monkeypatch):
     make_run(folder / "kfc", "KFC", "kfc", lr=0.003, evaluations=9)
     make_run(folder / "sgd", "SGD", "sgd", lr=0.01, evaluations=9, end=None)
     make_run(folder / "sgd-large", "SGD", "sgd", lr=0.1, end="not chosen")
+    make_run(folder / "kfc-bn", "KFC, BN", "kfc", evaluations=1, end=None)  # just begun
     make_run(folder / "sgd-bn", "SGD, BN", "sgd", lr=0.01, evaluations=3, end="diverged")
     monkeypatch.setattr(paper_figures, "RESULTS", tmp_path / "results")
     paper_figures.collect(tmp_path / "runs")
@@ -111,6 +112,19 @@ def test_a_claim_says_what_both_needed_or_how_far_they_got(results):
     late = paper_figures.reached(results, "KFC", "SGD", claim(min(errors["KFC"])))
     assert late[1:] == [far, "open"], "SGD was not trained for longer"
     assert paper_figures.reached(results, "KFC", "Adam", claim(30.0))[1:] == ["not run", ""]
+
+
+def test_goals_are_listed_for_every_method(results):
+    [drawing] = [each for each in paper_figures.DRAWINGS if each.comparison == "figure4"]
+    lines = paper_figures.results_of(drawing).splitlines()
+    assert lines[0].endswith("](pictures/paper-figure4.svg)")
+    assert lines[2] == "| to reach | SGD | KFC | SGD, BN |"
+    errors = [row[paper_figures.TRAIN] for row in results["KFC"].rows]
+    update = first_update(errors, 20)
+    [line] = [line for line in lines if line.startswith("| 20% training error |")]
+    assert f"| {0.9 * update * 0.5:,.0f} s, {update} updates |" in line
+    assert line.endswith("| - |")
+    assert lines[-1] == "| updates so far | 320 | 320 | 80 |"
 
 
 def test_tables_replace_those_between_the_markers():
