@@ -137,6 +137,7 @@ DRAWINGS = (
     Drawing("figure3-svhn", "Figure 3, subset of SVHN", ("SGD", "KFC"), ()),
     Drawing("figure5-svhn", "Figure 5, subset of SVHN", ("SGD", "KFC"), (), "update"),
 )
+COLOURS = dict(zip(("KFC", "SGD", "KFC, BN", "SGD, BN"), LINE_COLOURS, strict=False))
 AXES = {
     "processor_seconds": "seconds on one core",
     "epoch": "epochs",
@@ -152,7 +153,7 @@ def figure(drawing: Drawing, curves: Sequence[Curve]) -> str:
     for index, curve in enumerate(curves):
         x = LEFT + 170 * index
         parts.append(
-            segment(x, x + 24, 20, 20, _colour(index)).replace("/>", ' stroke-width="3"/>')
+            segment(x, x + 24, 20, 20, COLOURS[curve.name]).replace("/>", ' stroke-width="3"/>')
         )
         parts.append(text(x + 30, 24, f"{curve.name}, lr {curve.settings['lr']:g}"))
     parts.append(
@@ -184,15 +185,13 @@ def _lines_of_panels(drawing: Drawing) -> list[tuple[str, str, float, Sequence[f
 
 
 def _lines(curves: Sequence[Curve], count: str, measure: str) -> Iterator[Line]:
-    for index, curve in enumerate(curves):
+    for curve in curves:
         for split, dashes in (("train", ""), ("test", "5 3")):
             key = f"averaged_{split}_{measure}"
             points = [(row[count], row[key]) for row in curve.rows if row[key] is not None]
-            yield Line([p for p in points if count != "update" or p[0] > 0], _colour(index), dashes)
-
-
-def _colour(index: int) -> str:
-    return LINE_COLOURS[(1, 0, 3, 2)[index]]
+            yield Line(
+                [p for p in points if count != "update" or p[0] > 0], COLOURS[curve.name], dashes
+            )
 
 
 # The tables
@@ -296,7 +295,7 @@ GOALS = tuple((TRAIN, error) for error in (30, 20, 10, 6)) + tuple(
 
 
 def results_of(drawing: Drawing) -> str:
-    """Return the picture, and a table of the seconds and updates of all methods to several errors."""
+    """Return the picture, and a table of what all methods needed to several errors."""
     curves = chosen(drawing.comparison)
     methods = [name for name in drawing.methods if name in curves]
     if not methods:
