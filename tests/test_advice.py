@@ -50,7 +50,9 @@ def test_advice_follows_from_the_inspection():
     assert [each.layer for each in advice.layers] == ["conv1", "conv2", "fc"]
     for each, layer in zip(advice.layers, inspection.layers, strict=True):
         found = layer.comparison.approximations
-        decreases = {name: found[name].decrease for name in names}
+        # For one offset, SUA is KFC up to rounding, and is not a choice.
+        own = names if layer.comparison.offsets > 1 else ("kfc", "prong")
+        decreases = {name: found[name].decrease for name in own}
         decreases[PLAIN] = layer.comparison.plain_decrease
         assert each.approximation == max(decreases, key=decreases.get), "everything is affordable"
         assert each.decrease == decreases[each.approximation]
