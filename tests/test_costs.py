@@ -10,7 +10,8 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 import kfc
-from kfc.optimizers.costs import EARLY, Allowance, Costs
+from kfc.optimizers.allowance import EARLY, INVERSES, NORM_SHARE, NORMS, STATISTICS, Allowance
+from kfc.optimizers.costs import Costs
 from resuming import assert_resumes
 
 
@@ -63,10 +64,10 @@ def refreshes(allowance, steps):
     """Return the steps at which statistics are refreshed if they are due in every step."""
     done = []
     for step in range(steps):
-        refreshed = allowance.allows(0)
+        refreshed = allowance.allows(STATISTICS)
         if step == 0:
             allowance.set_costs(COSTS)
-        allowance.end_step(step + 1, refreshed, allowance.allows(1))
+        allowance.end_step(step + 1, refreshed, allowance.allows(INVERSES), False)
         done += [step] if refreshed else []
     return done
 
@@ -92,7 +93,7 @@ def test_costly_natural_gradients_leave_a_part_of_the_overhead_to_refreshes(capl
         allowance = Allowance(overhead)
         allowance.set_costs(COSTS)
         for step in range(10**6, 10**6 + 100):  # long after the start
-            allowance.end_step(step, False, False)
+            allowance.end_step(step, False, False, False)
         per_step = allowance.state_dict()["balances"][0] / 100
         assert min(expected, 0.05) == pytest.approx(per_step, rel=1e-3)  # five passes are saved
     (record,) = caplog.records
@@ -104,14 +105,67 @@ def test_without_an_overhead_nothing_is_postponed():
     assert len(refreshes(Allowance(None), 50)) == 50
 
 
+def test_exact_norms_have_an_allowance_of_their_own():
+    costs = COSTS._replace(norms=5.0)  # half a pass
+    allowance = Allowance(0.2, norm_rate=0.02)
+    allowance.set_costs(costs)
+    done = []
+    for step in range(1, 1001):
+        done.append(allowance.allows(NORMS))
+        allowance.end_step(step, False, False, done[-1])
+    assert done[0]
+    for steps in (25, 100, 1000):
+        allowed = NORM_SHARE * 0.2 * sum(1 + EARLY / step for step in range(1, steps + 1)) / 0.5
+        assert allowed - 1 <= sum(done[:steps]) <= allowed + 1
+    # Norms at the lowest rate are paid for by refreshes.
+    assert allowance.rate() == pytest.approx(0.2 - 0.05 - 0.02 * 0.5)
+
+
+def test_the_overhead_postpones_exact_norms_unless_their_period_is_fixed():
+    found = {}
+    for name, clip, overhead in (
+        ("needed", kfc.FisherClip(1e-6), None),
+        ("affordable", kfc.FisherClip(1e-6), 0.2),
+        ("fixed", kfc.FisherClip(1e-6, period=1), 0.2),
+    ):
+        model = network()
+        schedule = kfc.Periods(overhead=overhead)
+        optimizer = kfc.KFC(model, seed=0, clip=clip, schedule=schedule)
+        train(model, optimizer, range(40))
+        found[name] = optimizer.diagnostics["clip_evaluations"]
+    assert (found["needed"], found["fixed"]) == (40, 40)
+    allowed = NORM_SHARE * 0.2 * sum(1 + EARLY / step for step in range(1, 41))
+    # Five convolutions instead of three, on a quarter of the examples
+    assert found["affordable"] == pytest.approx(allowed / (5 / 12), abs=1.5)
+
+
+def test_updates_whose_norm_is_not_affordable_are_shortened_by_the_estimate():
+    model = network()
+    model = model.double()
+    optimizer = kfc.KFC(model, seed=0, clip=1e-6)
+    images, labels = batch()
+    lengths = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        F.cross_entropy(model(images.double()), labels).backward()
+        optimizer.step()
+        diagnostics = optimizer.diagnostics
+        lengths.append((diagnostics["clip_evaluations"], diagnostics["clip_factor"]))
+    computed = [0, *(count for count, _ in lengths)]
+    postponed = [k for k in range(20) if computed[k + 1] == computed[k]]
+    assert 5 < len(postponed) < 19
+    for k in postponed:  # about as much as those before and after, whose norm is exact
+        assert 0.5 < lengths[k][1] / lengths[k - 1][1] < 2
+
+
 def test_an_expensive_refresh_is_still_made_now_and_then():
     allowance = Allowance(0.1)
     allowance.set_costs(Costs(1.0, 10.0, 30.0, 0.0))
-    assert allowance.allows(0)
+    assert allowance.allows(STATISTICS)
     done = []
     for step in range(1000):
-        refreshed = allowance.allows(0)
-        allowance.end_step(step + 1, refreshed, refreshed)
+        refreshed = allowance.allows(STATISTICS)
+        allowance.end_step(step + 1, refreshed, refreshed, False)
         done += [step] if refreshed else []
     assert len(done) == 3  # in the first step, and every 400 steps
 
@@ -120,7 +174,7 @@ def test_cheap_refreshes_follow_their_periods():
     model = network()
     optimizer = kfc.KFC(model, seed=0, schedule=kfc.Periods(1, 1, overhead=1000.0))
     train(model, optimizer, range(12))
-    assert all(optimizer.engine.allowance.allows(kind) for kind in (0, 1))
+    assert all(optimizer.engine.allowance.allows(kind) for kind in (STATISTICS, INVERSES))
 
 
 def test_the_overhead_postpones_refreshes_of_a_model():

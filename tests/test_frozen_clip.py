@@ -35,7 +35,9 @@ def predicted_decrease(model, optimizer, x, y) -> tuple[float, float]:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_clip_that_stays_low_leaves_a_hundredth_of_what_the_loss_bound_allows(momentum):
     model, x, y = problem()
-    optimizer = kfc.KFC(model, lr=3.0, momentum=momentum, clip=kfc.FisherClip(TINY))
+    optimizer = kfc.KFC(
+        model, lr=3.0, momentum=momentum, clip=kfc.FisherClip(TINY), schedule=kfc.Periods()
+    )
     for step in range(1, 15):
         decrease, excess = predicted_decrease(model, optimizer, x, y)
         if step < 10:
@@ -59,7 +61,7 @@ def test_an_update_is_never_longer_than_a_hundredth_of_itself_while_the_clip_is_
 def test_without_the_loss_bound_the_clip_is_the_papers():
     model, x, y = problem()
     clip = kfc.FisherClip(TINY, fraction=1, loss_bound=None)
-    optimizer = kfc.KFC(model, lr=3.0, momentum=0.0, clip=clip)
+    optimizer = kfc.KFC(model, lr=3.0, momentum=0.0, clip=clip, schedule=kfc.Periods())
     for _ in range(14):
         predicted_decrease(model, optimizer, x, y)
         state = optimizer.diagnostics

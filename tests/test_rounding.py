@@ -67,7 +67,7 @@ def convolutions(bias, groups):
 @pytest.mark.parametrize("overhead", [None, 0.2])
 def test_natural_gradients_do_not_depend_on_the_memory_format(bias, groups, overhead, monkeypatch):
     # Inverses of low rank for small factors too
-    for room in ("curvature.kfc", "curvature.kronecker", "optimizers.costs"):
+    for room in ("curvature.kfc", "curvature.kronecker", "optimizers.allowance"):
         monkeypatch.setattr(f"kfc.{room}.NARROWEST", 16)
     found = []
     for layout in (torch.contiguous_format, torch.channels_last):

@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kfc._helpers import moved, require_keys, require_number, require_whole, shown
-from kfc.optimizers.options import FisherClip
+from kfc.optimizers.options import LONGEST_GAP, FisherClip
 
 # ν is assumed to be below MARGIN times what the largest recent ratio predicts.
 MARGIN = 2.0
 # The number of recent exact values that predictions use.
 MEMORY = 5
-# The largest number of steps between exact values.
-LONGEST_GAP = 32
 # Updates with a factor below FROZEN hardly move the parameters; so many in a row are reported.
 FROZEN, PATIENCE = 1e-2, 10
 
@@ -61,24 +59,24 @@ class NormClip:
     def __init__(self, options: FisherClip) -> None:
         assert options.limit is not None
         self.limit = options.limit
-        self.fraction = options.fraction
+        self.examples_used = options.examples_used
         self.period = options.period
         self._warned = False
         self._state = ClipState()
 
-    @property
-    def lowest_rate(self) -> float:
-        """The evaluations per step if ν is far below the limit, or if the period is fixed."""
-        return 1 / (self.period or LONGEST_GAP)
+    def is_due(self, *, is_affordable: bool = True) -> bool:
+        """Return whether ν must be computed for the coming update.
 
-    def is_due(self) -> bool:
-        """Return whether ν must be computed for the coming update."""
+        Args:
+            is_affordable: whether its cost is allowed now, unless nothing is known of ν yet or the
+                period is fixed.
+        """
         state = self._state
         if not state.is_exact:
             return False
         if self.period is not None:
             return state.age + 1 >= self.period or not state.evaluations
-        return state.age + 1 >= state.gap or not state.ratios
+        return not state.ratios or (is_affordable and state.age + 1 >= state.gap)
 
     def estimate_only(self) -> None:
         """Limit updates by the estimate from now on, because ν cannot be computed."""
@@ -132,7 +130,9 @@ class NormClip:
         if self.period is not None and state.is_exact:
             self._state = state._replace(age=age, factor=1.0)
             return 1.0
-        ratio = MARGIN * max(state.ratios, default=1.0)
+        # An update whose ν was not affordable is shortened as the largest recent ratio asks for.
+        margin = MARGIN if age < state.gap or not state.is_exact else 1.0
+        ratio = margin * max(state.ratios, default=1.0)
         # Rounding can make the estimate of a gradient without curvature negative.
         if not isinstance(estimate, Tensor):
             expected = ratio * max(estimate, 0.0)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kfc.curvature.kfc import KroneckerCurvature
 from kfc.curvature.layer import Columns, LayerCurvature
-from kfc.curvature.low_rank import MULTIPLE, NARROWEST, most_columns
 from kfc.curvature.model import ModelCurvature
 from kfc.curvature.statistics import BatchStatistics
 from kfc.distributed.inverses import layer_size
@@ -27,27 +24,18 @@ from kfc.fisher.calls import (
 from kfc.fisher.compiled import eagerly
 from kfc.layers import MatrixLayer
 from kfc.moments.folding import unfolded_shape
-from kfc.optimizers.saved import check_allowance
+from kfc.optimizers.options import FisherClip
 
 if TYPE_CHECKING:
     from kfc.optimizers.engine import Engine
-
-logger = logging.getLogger("kfc")
 
 # Decompositions and Fourier transforms take longer than products with as many multiply-adds.
 HANDICAP = 2.0
 # The multiply-adds in the time that it takes to average an entry of a wide factor, and to move an
 # entry of a gradient.
 AVERAGING, MOVING = 150.0, 100.0
-# Step t may spend 1 + EARLY / t times the overhead.
-EARLY = 10.0
-# The least share of the overhead that is left for refreshes, whatever natural gradients cost, and
-# the least for the ranks of inverses.
-LEAST_SHARE, LEAST_RANK_SHARE = 0.3, 0.2
-# The largest amount that is saved for later steps, in forward and backward passes.
-MOST_SAVED = 5.0
-# The share of the overhead for applying exact inverses of wide factors.
-EXACT_SHARE = 0.1
+# Exact Fisher norms are products of two vectors, the update and the momentum.
+VECTORS = 2
 
 
 class Costs(NamedTuple):
@@ -60,12 +48,14 @@ class Costs(NamedTuple):
         statistics: gathering statistics once.
         inverses: computing all inverses once.
         natural_gradient: applying them.
+        norms: computing exact Fisher norms once.
     """
 
     plain: float = 0.0
     statistics: float = 0.0
     inverses: float = 0.0
     natural_gradient: float = 0.0
+    norms: float = 0.0
 
     def plus(self, other: Costs) -> Costs:
         return Costs(*(a + b for a, b in zip(self, other, strict=True)))
@@ -81,21 +71,32 @@ class Work(NamedTuple):
     Attributes:
         rows: the rows of its outputs, over all examples and locations.
         share: the part of them that statistics are gathered from.
+        norm_share: the part of them that exact Fisher norms are computed on; 0 if there are none.
     """
 
     rows: float
     share: float
+    norm_share: float = 0.0
 
 
-def work_of(batch: BatchStatistics) -> dict[str, Work]:
+def work_of(
+    batch: BatchStatistics, clip: FisherClip | None = None, ranks: int = 1
+) -> dict[str, Work]:
     """Return the work of every layer in the step whose statistics these are."""
-    found = {}
+    found, norm_share = {}, _norm_share(clip, batch.examples // ranks)
     for name, moments in batch.moments.items():
         derivatives = [moment for moment in moments if moment.of_derivatives]
         share = moments[0].weight / max(1, batch.examples)
         if derivatives and share:
-            found[name] = Work(derivatives[0].weight / share, share)
+            found[name] = Work(derivatives[0].weight / share, share, norm_share)
     return found
+
+
+def _norm_share(clip: FisherClip | None, examples: int) -> float:
+    """Return the part of a batch of so many examples that exact Fisher norms are computed on."""
+    if clip is None or clip.limit is None:
+        return 0.0
+    return clip.examples_used(examples) / max(1, examples)
 
 
 def expected_work(engine: Engine, inputs: Any) -> dict[str, Work]:
@@ -124,76 +125,12 @@ def expected_work(engine: Engine, inputs: Any) -> dict[str, Work]:
             handle.remove()
     examples = len(next(iter(outputs.values())))
     used, work = engine.collector.replays.examples_used(examples, elements), {}
+    norm_share = _norm_share(engine.clip, examples)
     for name, layer in engine.plan.layers.items():
         if isinstance(layer, MatrixLayer) and elements[name]:
             rows = elements[name] / (layer.factor_sizes()[1] * layer.groups)
-            work[name] = Work(rows, used / examples)
+            work[name] = Work(rows, used / examples, norm_share)
     return work
-
-
-class WideFactor(NamedTuple):
-    """A factor with an inverse that may have a low rank.
-
-    Attributes:
-        layer: the name of its layer.
-        side: 0 for Ω, 1 for Γ.
-        size: n, its width.
-        vectors: the vectors that its inverse is applied to in a step, over all groups.
-    """
-
-    layer: str
-    side: int
-    size: int
-    vectors: int
-
-    @property
-    def exact(self) -> float:
-        """The multiply-adds per step of applying an exact inverse."""
-        return self.size**2 * self.vectors
-
-    def low_rank(self, columns: float) -> float:
-        """Return the multiply-adds per step of applying an inverse of low rank."""
-        return 2 * self.size * self.vectors * columns
-
-
-def columns_within(
-    curvature: ModelCurvature, work: Mapping[str, Work], overhead: float
-) -> dict[str, Columns]:
-    """Return the largest ranks of the inverses of wide factors; 0 for exact inverses.
-
-    Inverses are exact in the order of their costs, up to a tenth of the overhead. The others may
-    have ranks in proportion to √n, so that refreshes, moving gradients and applying these inverses
-    fit into the overhead.
-    """
-    plain = counted_costs(curvature, work).plain
-    wide = sorted(_wide_factors(curvature, work), key=lambda each: each.exact)
-    found = {each.layer: [0, 0] for each in wide}
-    left = EXACT_SHARE * overhead * plain
-    while wide and wide[0].exact <= left:
-        left -= wide.pop(0).exact
-    left = (1 - LEAST_SHARE - EXACT_SHARE) * overhead * plain - _moving(curvature, work)
-    left = max(left, LEAST_RANK_SHARE * overhead * plain)
-    unit = sum(each.low_rank(math.sqrt(each.size)) for each in wide)
-    for layer, side, size, _ in wide:
-        most = min(most_columns(size), round(left / unit * math.sqrt(size)))
-        found[layer][side] = max(1, round(most / MULTIPLE)) * MULTIPLE
-    return {name: (first, second) for name, (first, second) in found.items()}
-
-
-def _moving(curvature: ModelCurvature, work: Mapping[str, Work]) -> float:
-    """Return the multiply-adds in the time that it takes to move all gradients."""
-    sizes = (curvature.layers[name].layer.weight.numel() for name in work)
-    return MOVING * sum(sizes)
-
-
-def _wide_factors(curvature: ModelCurvature, work: Mapping[str, Work]) -> Iterator[WideFactor]:
-    for name in work:
-        layer = curvature.layers[name]
-        if isinstance(layer, KroneckerCurvature) and layer.has_variable_inverse():
-            sizes, groups = layer.layer.factor_sizes(), layer.layer.groups
-            for side, size in enumerate(layer.factor_widths()):
-                if size >= NARROWEST:
-                    yield WideFactor(name, side, size, groups * sizes[1 - side])
 
 
 def counted_costs(
@@ -241,149 +178,14 @@ def costs_of_layer(curvature: LayerCurvature, work: Work, columns: Columns | Non
         if len(shape) == 3:
             passes_of_matrix = 1 if shape[-1] == shape[-2] else 2
             solves += groups * shape[-1] * shape[-2] * passes_of_matrix * vectors
+    # A forward pass, and for every vector two products of derivatives with the weight or its own.
+    products = 1 + 2 * VECTORS
     return Costs(
         plain=3 * work.rows * multiplied,
         statistics=rows * (passes * multiplied + moment + groups * outputs**2 / 2) + averaging,
         inverses=HANDICAP * layer_size(curvature, columns).operations,
         natural_gradient=solves + MOVING * product,
+        norms=products * (work.rows * work.norm_share * multiplied + MOVING * product)
+        if work.norm_share
+        else 0.0,
     )
-
-
-class Allowance:
-    """Postpones refreshes, so that curvature costs a share of the user's own passes.
-
-    Let S, I and N be the costs of refreshing statistics and inverses once and of a natural
-    gradient, in forward and backward passes. Step t earns (overhead - N) (1 + 10 / t) / (S + I)
-    refreshes of each kind: more at the start, because curvature changes fastest then. At least 0.3
-    of the overhead is left for refreshes. A refresh is on credit: the next one has to wait until it
-    is paid. What is not used is saved, up to five passes.
-
-    Args:
-        overhead: the allowed share; ``None``: nothing is postponed.
-        quiet: do not report natural gradients that exceed it, because another rank does.
-    """
-
-    def __init__(self, overhead: float | None, *, quiet: bool = False) -> None:
-        self.costs: Costs | None = None
-        self.overhead = overhead
-        # What the costs were counted for.
-        self._counted_for: object = None
-        # The largest ranks of inverses; unknown before the first step.
-        self.columns: dict[str, Columns] | None = None
-        self._quiet = quiet
-        # The refreshes of statistics and of inverses that are allowed now.
-        self._balances = [0.0, 0.0]
-
-    def allows(self, kind: int) -> bool:
-        """Return whether statistics (0) or inverses (1) may be refreshed now."""
-        return self.overhead is None or self.costs is None or self._balances[kind] >= 0
-
-    def columns_for(
-        self, curvature: ModelCurvature, work: Mapping[str, Work]
-    ) -> dict[str, Columns]:
-        """Return the largest ranks of inverses: those of the first step, or of one like this."""
-        if self.overhead is None:
-            return {}
-        if self.columns is None:
-            return columns_within(curvature, work, self.overhead)
-        return self.columns
-
-    def limit_columns(self, curvature: ModelCurvature, work: Mapping[str, Work]) -> None:
-        """Limit the ranks of inverses by the work of the first step."""
-        if self.columns is None:
-            self.columns = self.columns_for(curvature, work)
-            curvature.limit_columns(self.columns)
-
-    def count(self, curvature: ModelCurvature, work: Mapping[str, Work]) -> None:
-        """Count the costs of a step with statistics, if they can differ from those of the last."""
-        self.limit_columns(curvature, work)
-        layers = [curvature.layers[name] for name in work]
-        shapes = [(layer.trained_roles(), layer.inverse_widths()) for layer in layers]
-        if self._counted_for != (work, shapes):  # costs depend on nothing else
-            self._counted_for = work, shapes
-            self.set_costs(counted_costs(curvature, work))
-
-    def set_costs(self, costs: Costs) -> None:
-        """Record the costs of a step; the first time, report if they exceed the overhead."""
-        is_first, self.costs = self.costs is None, costs.relative()
-        own = self.costs.natural_gradient
-        if is_first and not self._quiet and self.overhead is not None and own > self.overhead:
-            logger.warning(
-                "natural gradients alone cost %.3g of a forward and backward pass, which exceeds "
-                "the overhead of %g; larger batches make them cheaper in comparison",
-                *(own, self.overhead),
-            )
-
-    def end_step(self, step: int, *refreshed: bool) -> None:
-        """Count a step, the first of which is 1.
-
-        Args:
-            refreshed: whether it has refreshed statistics, and inverses.
-        """
-        rate = self.rate()
-        if rate is None or self.costs is None:
-            return
-        earned = rate * (1 + EARLY / step)
-        most = MOST_SAVED / self._refresh_cost(self.costs)
-        self._balances = [
-            min(most, balance - done + earned)
-            for balance, done in zip(self._balances, refreshed, strict=True)
-        ]
-
-    def rate(self) -> float | None:
-        """Return the refreshes of each kind that a step earns in the long run, if limited."""
-        if self.overhead is None or self.costs is None:
-            return None
-        left = max(self.overhead - self.costs.natural_gradient, LEAST_SHARE * self.overhead)
-        return left / self._refresh_cost(self.costs)
-
-    @staticmethod
-    def _refresh_cost(costs: Costs) -> float:
-        return max(1e-12, costs.statistics + costs.inverses)
-
-    def describe(self, expected: Costs | None = None) -> str:
-        """Return one line with the costs, if they are known.
-
-        Args:
-            expected: the costs of steps that are to be described; by default those of the last
-                step that was counted.
-        """
-        costs = self.costs if expected is None else expected.relative()
-        if costs is None:
-            return "cost: unknown before the first step; describe(inputs) counts it for a batch"
-        parts = ", ".join(
-            f"{name.replace('_', ' ')} {value:.2g}"
-            for name, value in costs._asdict().items()
-            if name != "plain"
-        )
-        limit = "" if self.overhead is None else f"; at most {self.overhead:g} per step in all"
-        return f"cost, in forward and backward passes (multiply-adds): {parts}{limit}"
-
-    def snapshot(self) -> tuple[Any, ...]:
-        """Return what ``count()`` changes, to be passed to ``restore()``."""
-        return self.costs, self.columns, self._counted_for
-
-    def restore(self, snapshot: tuple[Any, ...], curvature: ModelCurvature) -> None:
-        """Return to an earlier state."""
-        if self.columns is not snapshot[1]:
-            curvature.limit_columns(dict.fromkeys(curvature.layers) | (snapshot[1] or {}))
-        self.costs, self.columns, self._counted_for = snapshot
-
-    # Checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        costs = None if self.costs is None else list(self.costs)
-        columns = None if self.columns is None else {n: list(c) for n, c in self.columns.items()}
-        return {"costs": costs, "balances": list(self._balances), "columns": columns}
-
-    @staticmethod
-    def check_state(state: Mapping[str, Any], curvature: ModelCurvature) -> None:
-        """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
-        check_allowance(state, curvature, {"costs": len(Costs._fields), "balances": 2})
-
-    def load_state_dict(self, state: Mapping[str, Any], curvature: ModelCurvature) -> None:
-        self.costs = None if state["costs"] is None else Costs(*state["costs"])
-        self._balances = list(state["balances"])
-        saved = state["columns"]
-        self.columns = None if saved is None else {n: (a, b) for n, (a, b) in saved.items()}
-        curvature.limit_columns(dict.fromkeys(curvature.layers) | (self.columns or {}))

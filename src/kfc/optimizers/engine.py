@@ -30,13 +30,15 @@ from kfc.fisher.compiled import eager_module
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.fisher.losses import Losses
 from kfc.layers import Plan, find_layers
+from kfc.optimizers.allowance import INVERSES, STATISTICS, Allowance
 from kfc.optimizers.checks import check_model, check_options, described
-from kfc.optimizers.costs import Allowance, work_of
+from kfc.optimizers.costs import work_of
 from kfc.optimizers.divergence import Divergence
 from kfc.optimizers.engine_state import EngineState
 from kfc.optimizers.fallback import Fallback
 from kfc.optimizers.groups import excluded_layers
 from kfc.optimizers.members import Members
+from kfc.optimizers.options import FisherClip
 from kfc.optimizers.skipping import SkippedSteps, cause
 from kfc.optimizers.startup import log_start
 from kfc.optimizers.steps import Scalar
@@ -52,7 +54,7 @@ class Engine(EngineState):
     ``solve_()`` and ``end_step()``, or ``skip_step()`` instead of the rest.
 
     Args:
-        norm_rate: the expected number of exact Fisher norms per step, for a budget.
+        clip: how often exact Fisher norms are computed, and on how many examples.
         averaging_timescale: τ of the averaged parameters, which may determine ξ.
         groups: the overrides of param groups, which may exclude layers.
 
@@ -78,7 +80,7 @@ class Engine(EngineState):
         curvature: Approximation,
         schedule: Periods | Budget,
         parallel: Parallel | None,
-        norm_rate: float = 0.0,
+        clip: FisherClip | None = None,
         averaging_timescale: float | None = None,
         groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
@@ -94,9 +96,10 @@ class Engine(EngineState):
         reasons = {name: options.exclusion(layer) or "" for name, layer in plan.layers.items()}
         plan = plan.without(excluded_layers(plan, groups) | {n: r for n, r in reasons.items() if r})
         self.device = next(model.parameters()).device
+        self.clip, norm_rate = clip, 0.0 if clip is None else clip.lowest_rate
         self.schedule = Schedule(schedule, self.device, self.reducer.mean, norm_rate)
         overhead = schedule.overhead if isinstance(schedule, Periods) else None
-        self.allowance = Allowance(overhead, quiet=self.reducer.rank > 0)
+        self.allowance = Allowance(overhead, norm_rate, quiet=self.reducer.rank > 0)
         self.curvature = ModelCurvature(plan, options, self.reducer)
         self.fallback = Fallback(model, plan, self.curvature, self.reducer)
         self.reducer.place(self.curvature.layers, longest(schedule.inverse or Periods().inverse))
@@ -234,7 +237,7 @@ class Engine(EngineState):
                 *(self.allowance.snapshot(), self._replaces_guess),
             )
         if batch.moments:
-            self.allowance.count(self.curvature, work_of(batch))
+            self.allowance.count(self.curvature, work_of(batch, self.clip, self.reducer.size))
         with self.schedule.timed("averages"), self.full_precision():
             self.curvature.update_(batch, replace=self._replaces_guess)
         if self.steps == 0:
@@ -293,7 +296,12 @@ class Engine(EngineState):
         self.in_doubt = bad if before is None else before | moved(bad, before.device)
         self._quietly = quietly if quietly is not None else self._quietly
 
-    def end_step(self) -> None:
+    def end_step(self, *, with_norms: bool = False) -> None:
+        """Count the step.
+
+        Args:
+            with_norms: whether exact Fisher norms were computed.
+        """
         self.reducer.end_step()
         self.collector.buffers.end_step(self.in_doubt)
         if self.in_doubt is not None:
@@ -301,7 +309,7 @@ class Engine(EngineState):
         self.divergence.end_step(is_good=self.in_doubt is None)
         self.schedule.end_measuring(self.steps + 1)
         refreshed = self._statistics_are_due(), self._inverses_are_due()
-        self.allowance.end_step(self.steps + 1, *refreshed)
+        self.allowance.end_step(self.steps + 1, *refreshed, with_norms)
         if self._replaced:
             self.fallback.end_step()
             self._replaced = set()
@@ -357,10 +365,12 @@ class Engine(EngineState):
         self.collector.begin_step(self.steps + 1, due=due, clock_device=clock)
 
     def _statistics_are_due(self) -> bool:
-        return self.schedule.statistics_are_due(self.steps + 1) and self.allowance.allows(0)
+        return self.schedule.statistics_are_due(self.steps + 1) and self.allowance.allows(
+            STATISTICS
+        )
 
     def _inverses_are_due(self) -> bool:
-        return self.schedule.inverses_are_due(self.steps + 1) and self.allowance.allows(1)
+        return self.schedule.inverses_are_due(self.steps + 1) and self.allowance.allows(INVERSES)
 
     @property
     def is_asynchronous(self) -> bool:

@@ -8,7 +8,7 @@ from kfc._helpers import require_keys, require_number, require_whole, shown
 from kfc.curvature.model import ModelCurvature
 from kfc.curvature.saved import in_entry
 from kfc.distributed.asynchronous import InverseRefresher
-from kfc.optimizers.costs import Allowance
+from kfc.optimizers.allowance import Allowance
 from kfc.optimizers.divergence import Divergence
 from kfc.optimizers.fallback import Fallback
 from kfc.optimizers.skipping import SkippedSteps

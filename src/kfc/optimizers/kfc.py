@@ -15,6 +15,7 @@ from kfc.distributed.options import Parallel
 from kfc.fisher.heads import LikelihoodChoice, Output
 from kfc.fisher.products import ProductError
 from kfc.optimizers.adam import SQUARE
+from kfc.optimizers.allowance import NORMS
 from kfc.optimizers.base import CurvatureOptimizer
 from kfc.optimizers.bound import (
     LossBound,
@@ -120,7 +121,7 @@ class KFC(CurvatureOptimizer):
             curvature=resolve_curvature(curvature),
             schedule=schedule,
             parallel=parallel,
-            norm_rate=0.0 if self._clip is None else self._clip.lowest_rate,
+            clip=limits,
             averaging_timescale=averaging_timescale,
             groups=groups,
         )
@@ -133,7 +134,7 @@ class KFC(CurvatureOptimizer):
         batch = engine.begin_step(gradients, loss_scale, overflow, solves=True)
         if batch is None:
             return
-        is_due = self._clip is not None and self._clip.is_due()  # whether ν is computed
+        is_due = self._norm_is_due()  # whether ν is computed
         self._start_averages()  # θ̄ begins at θ₀
 
         # Algorithm 1
@@ -154,7 +155,7 @@ class KFC(CurvatureOptimizer):
         self._move_(update, scales)  # m ← μm + √(C/ν) v; θ ← θ + m
         self._gradient_scales.keep_(engine.in_doubt)
         self._update_averages(engine.in_doubt)  # θ̄ ← ζθ̄ + (1 - ζ)θ, ζ = exp(-1/τ)
-        engine.end_step()
+        engine.end_step(with_norms=norms is not None)
 
     def _require_batch(self) -> None:
         known = self.engine.steps > 0 or not self.engine.curvature.is_empty()
@@ -176,6 +177,11 @@ class KFC(CurvatureOptimizer):
         return float(group["weight_decay"]) + float(group["damping"])
 
     # Clipping
+
+    def _norm_is_due(self) -> bool:
+        return self._clip is not None and self._clip.is_due(
+            is_affordable=self.engine.allowance.allows(NORMS)
+        )
 
     def _clip_factor(self, products: Products, norms: Tensor | None) -> Scalar | None:
         """Return the factor that shortens v if its Fisher norm exceeds the limit.
@@ -232,7 +238,7 @@ class KFC(CurvatureOptimizer):
         vectors = [vector for _, vector in pairs]
         with self.engine.schedule.timed("clip"):
             try:
-                norms = fisher_products(self.engine, vectors, self._clip.fraction)
+                norms = fisher_products(self.engine, vectors, self._clip.examples_used)
             except ProductError as error:
                 self._clip.estimate_only()
                 warnings.warn(

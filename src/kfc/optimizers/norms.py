@@ -1,7 +1,6 @@
 """Products with the exact Fisher matrix of the batch of a step."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,17 +13,20 @@ from kfc.statistics.parts import Part, first_part
 
 
 def fisher_products(
-    engine: Engine, vectors: Sequence[Mapping[str, Tensor]], fraction: float = 1.0
+    engine: Engine,
+    vectors: Sequence[Mapping[str, Tensor]],
+    examples_used: Callable[[int], int] = lambda examples: examples,
 ) -> Tensor:
     """Return all vᵢᵀFvⱼ, (k, k), with the exact F of a step; float64, on the CPU.
 
     Args:
-        fraction: the part of the step's examples that F is computed on, over all micro-batches.
+        examples_used: returns how many of the step's examples F is computed on, given the number
+            of those of all micro-batches of this rank.
 
     Raises:
         ProductError: on all ranks, if the products cannot be computed on one of them.
     """
-    found = _own_products(engine, vectors, fraction)
+    found = _own_products(engine, vectors, examples_used)
     failure = found if isinstance(found, ProductError) else None
     flags = engine.reducer.gather([float(failure is not None)])
     if isinstance(found, ProductError) or any(flag for (flag,) in flags):
@@ -35,14 +37,14 @@ def fisher_products(
 
 
 def _own_products(
-    engine: Engine, vectors: Sequence[Mapping[str, Tensor]], fraction: float
+    engine: Engine, vectors: Sequence[Mapping[str, Tensor]], examples_used: Callable[[int], int]
 ) -> tuple[Tensor, int] | ProductError:
     """Return the products on this rank's examples, and their number; or why there are none."""
     observations, losses = engine.collector.observations, engine.collector.losses
     examples = sum(observation.examples for observation in observations)
     # Batch normalisation has no statistics of a single example.
     fewest = 2 if mixes_examples(engine.model) else 1
-    parts = first_part(observations, math.ceil(examples * fraction), fewest)
+    parts = first_part(observations, examples_used(examples), fewest)
     try:
         products = [_products_of_part(engine, part, vectors) for part in parts]
     except ProductError as error:

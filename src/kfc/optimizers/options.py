@@ -1,8 +1,14 @@
 """The value objects that only the optimizers take."""
 
+import math
 from dataclasses import dataclass, fields
 
 from kfc._helpers import require_number, require_whole
+
+# The part of a batch on which ν is computed by default, and the most examples.
+PAPER_FRACTION, MOST_EXAMPLES = 0.25, 32
+# The largest number of steps between computations of ν.
+LONGEST_GAP = 32
 
 
 @dataclass(frozen=True)
@@ -14,16 +20,18 @@ class FisherClip:
 
     Args:
         limit: C; ``None``: no limit on ν.
-        fraction: the part of the batch on which ν is computed.
+        fraction: the part of the batch on which ν is computed, a quarter in the paper; ``None``: a
+            quarter, but at most 32 examples.
         period: the number of steps between computations of ν, without clipping in between.
-            ``None``: ν is computed as often as needed, and estimated in the other steps.
+            ``None``: ν is computed as often as needed and the overhead of ``kfc.Periods`` allows,
+            and estimated in the other steps.
         loss_bound: κ. To first order, no step may lower the objective by more than κ times its
             excess on the batch, the objective minus the least it could be; longer steps are
             shortened. ``None``: no bound, as in the paper; training can then diverge.
     """
 
     limit: float | None = 0.3
-    fraction: float = 0.25
+    fraction: float | None = None
     period: int | None = None
     loss_bound: float | None = 0.25
 
@@ -36,10 +44,21 @@ class FisherClip:
             raise ValueError("a clip without limit and loss_bound has no effect; pass clip=None")
         if self.loss_bound is not None:
             require_number("the clip's loss_bound", self.loss_bound, positive=True)
-        if self.fraction != 1:
+        if self.fraction not in (None, 1):
             require_number("the clip's fraction", self.fraction, below=1, positive=True)
         if self.period is not None:
             require_whole("the clip's period", self.period)
+
+    def examples_used(self, examples: int) -> int:
+        """Return the number of examples of a batch on which ν is computed."""
+        if self.fraction is None:
+            return min(math.ceil(PAPER_FRACTION * examples), MOST_EXAMPLES)
+        return math.ceil(self.fraction * examples)
+
+    @property
+    def lowest_rate(self) -> float:
+        """The computations of ν per step if it is far below the limit, or the period is fixed."""
+        return 0.0 if self.limit is None else 1 / (self.period or LONGEST_GAP)
 
 
 def resolve_clip(clip: FisherClip | float | None) -> FisherClip | None:

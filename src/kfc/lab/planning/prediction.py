@@ -21,7 +21,6 @@ from kfc.distributed.inverses import layer_size
 from kfc.distributed.options import PLACEMENTS, PlacementKind
 from kfc.distributed.placement import LayerSize, Placement, place
 from kfc.lab.planning.machine import Machine
-from kfc.optimizers.clipping import LONGEST_GAP
 from kfc.optimizers.costs import Costs, Work, costs_of_layer, expected_work
 from kfc.optimizers.engine import Engine
 from kfc.optimizers.options import FisherClip
@@ -29,9 +28,6 @@ from kfc.schedule import longest
 
 # Bytes that a natural gradient moves for each byte of parameters.
 MOVED = 6.0
-# The exact norms of the update and of the step are computed together, in forward mode, which takes
-# this part of a forward and backward pass.
-NORMS, FORWARD_MODE = 2, 2 / 3
 PASSES = "passes"
 # The small operations in whose time a layer's natural gradient, statistics and inverses are
 # started, and the rest of a step: on networks with small layers, they take longer than the
@@ -115,12 +111,14 @@ def predict(
     costs = task.costs()
     statistics = sum(each.statistics for each in costs.values()) / machine.products
     statistics += machine.start * STATISTICS_STARTS * len(costs)
+    norms = sum(each.norms for each in costs.values())
+    plain = max(1.0, sum(each.plain for each in costs.values()))
     inverses = _inverse_seconds(task, machine, costs)
     natural = _natural_seconds(machine, costs, sizes)
     kept = {name for name, where in places.items() if where.kept}
     computed = {
         PASSES: task.passes,
-        "clip": NORMS * FORWARD_MODE * FisherClip().fraction / LONGEST_GAP * task.passes,
+        "clip": FisherClip().lowest_rate * norms / plain * task.passes,
         "starting": machine.start * STEP_STARTS,
         "statistics": statistics / every_statistics,
         "inverses": _largest_load(inverses, places, ranks) / every_inverse,
