@@ -61,8 +61,8 @@ class Periods:
     Args:
         statistics: T_s, the period of the factors' statistics: a number or a ``Stretch``.
         inverse: T_f, the period of the inverses: a number or a ``Stretch``.
-        overhead: refreshes that are due are postponed if curvature (refreshes and natural
-            gradients) would cost more than this share of your own forward and backward passes, on
+        overhead: what is due is postponed if curvature (refreshes, natural gradients and exact
+            Fisher norms) would cost more than this share of your own forward and backward passes, on
             average; at step t, 1 + 10 / t times as much is allowed. Costs are multiply-adds,
             counted from the shapes of the layers, so that they do not depend on the speed of the
             machine. ``None``: none is postponed.
