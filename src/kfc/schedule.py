@@ -62,10 +62,10 @@ class Periods:
         statistics: T_s, the period of the factors' statistics: a number or a ``Stretch``.
         inverse: T_f, the period of the inverses: a number or a ``Stretch``.
         overhead: what is due is postponed if curvature (refreshes, natural gradients and exact
-            Fisher norms) would cost more than this share of your own forward and backward passes, on
-            average; at step t, 1 + 10 / t times as much is allowed. Costs are multiply-adds,
+            Fisher norms) would cost more than this share of your own forward and backward passes,
+            on average; at step t, 1 + 10 / t times as much is allowed. Costs are multiply-adds,
             counted from the shapes of the layers, so that they do not depend on the speed of the
-            machine. ``None``: none is postponed.
+            machine. ``None``: nothing is postponed.
     """
 
     statistics: Period = Stretch(10)
