@@ -2,13 +2,14 @@
 
 from xml.etree import ElementTree
 
+import paper_curves
 import paper_figures
 import pytest
 from drawing import Axis
 
 from report_runs import make_run
 
-RESULTS = sorted(paper_figures.RESULTS.glob("*.jsonl"))
+RESULTS = sorted(paper_curves.RESULTS.glob("*.jsonl"))
 
 
 # The committed results
@@ -36,10 +37,10 @@ def test_the_recorded_results_are_small():
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_recorded_curves_go_forward(path):
-    curves = paper_figures.read_curves(path.stem)
+    curves = paper_curves.read_curves(path.stem)
     assert curves
     for curve in curves:
-        for count in paper_figures.COUNTS:
+        for count in paper_curves.COUNTS:
             values = [row[count] for row in curve.rows]
             assert values == sorted(values), (curve.name, count)
 
@@ -58,9 +59,9 @@ def results(tmp_path, monkeypatch):
     make_run(folder / "sgd-large", "SGD", "sgd", lr=0.1, end="not chosen")
     make_run(folder / "kfc-bn", "KFC, BN", "kfc", evaluations=1, end=None)  # just begun
     make_run(folder / "sgd-bn", "SGD, BN", "sgd", lr=0.01, evaluations=3, end="diverged")
-    monkeypatch.setattr(paper_figures, "RESULTS", tmp_path / "results")
-    paper_figures.collect(tmp_path / "runs")
-    return paper_figures.chosen("figure4")
+    monkeypatch.setattr(paper_curves, "RESULTS", tmp_path / "results")
+    paper_curves.collect(tmp_path / "runs")
+    return paper_curves.chosen("figure4")
 
 
 def test_curves_are_recorded_and_read(results):
@@ -70,8 +71,8 @@ def test_curves_are_recorded_and_read(results):
     assert results["SGD"].settings["lr"] == 0.01, "rates that were not chosen are left out"
     assert [row["update"] for row in results["KFC"].rows] == list(range(0, 360, 40))
     assert results["SGD, BN"].last["averaged_train_loss"] is None
-    assert len(paper_figures.read_curves("figure4")) == 4
-    assert paper_figures.read_curves("figure5") == []
+    assert len(paper_curves.read_curves("figure4")) == 4
+    assert paper_curves.read_curves("figure5") == []
 
 
 def test_a_figure_has_a_line_for_every_split_measure_and_axis(results):
@@ -87,7 +88,7 @@ def test_a_figure_has_a_line_for_every_split_measure_and_axis(results):
 
 
 def claim(value, count="update"):
-    measure = paper_figures.TRAIN
+    measure = paper_curves.TRAIN
     return paper_figures.Claim("", "figure4", measure, value, count, ("", "", ""))
 
 
@@ -97,7 +98,7 @@ def first_update(errors, value):
 
 
 def test_a_claim_says_what_both_needed_or_how_far_they_got(results):
-    errors = {name: [row[paper_figures.TRAIN] for row in results[name].rows] for name in results}
+    errors = {name: [row[paper_curves.TRAIN] for row in results[name].rows] for name in results}
     value = errors["SGD"][3]
     ours, theirs = (first_update(errors[name], value) for name in ("KFC", "SGD"))
     reached = paper_figures.reached(results, "KFC", "SGD", claim(value))
@@ -119,7 +120,7 @@ def test_goals_are_listed_for_every_method(results):
     lines = paper_figures.results_of(drawing).splitlines()
     assert lines[0].endswith("](pictures/paper-figure4.svg)")
     assert lines[2] == "| to reach | SGD | KFC | SGD, BN |"
-    errors = [row[paper_figures.TRAIN] for row in results["KFC"].rows]
+    errors = [row[paper_curves.TRAIN] for row in results["KFC"].rows]
     update = first_update(errors, 20)
     [line] = [line for line in lines if line.startswith("| 20% training error |")]
     assert f"| {0.9 * update * 0.5:,.0f} s, {update} updates |" in line
