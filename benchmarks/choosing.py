@@ -224,7 +224,7 @@ def clip(seeds: int) -> None:
     for name, options in CLIPPED.items():
         for seed in range(seeds):
             model = network(seed)
-            limits = kfc.FisherClip(0.3, period=1, loss_bound=0.25)
+            limits = kfc.FisherClip(0.3, fraction=0.25, period=1, loss_bound=0.25)
             optimizer = kfc.KFC(model, clip=limits, seed=seed, **options)
             norms, exact = [], optimizer._clip.shorten
 
