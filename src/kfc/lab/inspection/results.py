@@ -33,7 +33,7 @@ MOST_TARGETS, DRAWN_TARGETS = 16, 8
 # The treatment of a layer without curvature.
 PLAIN = "plain gradient"
 # A layer wastes time if KFC there takes more than the first share of the time of all layers' KFC,
-# and adds less than the second share of the decrease of the loss.
+# and adds less than the second share of the square of the decrease of the loss.
 LARGE_SHARE, SMALL_SHARE = 0.1, 0.02
 MOST_EIGENVALUES = 400
 PANEL = "Inspection"
@@ -186,8 +186,8 @@ class LayerAdvice:
         trace_correction: tr F / tr F̂ of KFC, by which its curvature would have to be multiplied.
         seconds: the time that KFC adds to a step for this layer.
         time_share: its part of the time of KFC in all layers.
-        decrease_share: the part of the decrease of the loss that KFC in this layer adds to that of
-            its plain gradient.
+        decrease_share: what KFC in this layer adds to the sum of gain · decrease² with its plain
+            gradient, as a part of the sum with KFC in all layers.
     """
 
     layer: str

@@ -30,7 +30,7 @@ def advice_notes(advice: Advice | None) -> list[str]:
         return []
     notes = [
         f"{each.layer} wastes time: KFC takes {each.time_share:.0%} of its time there, for "
-        f"{each.decrease_share:.0%} of the decrease of the loss"
+        f"{each.decrease_share:.0%} of the square of the decrease of the loss"
         for each in advice.layers
         if each.wastes_time
     ]
