@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,6 +76,17 @@ def test_layers_without_derivatives_need_no_curvature():
     assert advice.layers[0].approximation == PLAIN
 
 
+def test_there_is_no_advice_for_what_was_not_measured():
+    network = network_of(small_network())
+    inspection = inspect_small(network, approximations=("iad", "kfc"))
+    first, *others = inspection.layers
+    measured = {"iad": first.comparison.approximations["iad"]}
+    unknown = replace(first, comparison=replace(first.comparison, approximations=measured))
+    advice = advise(network, replace(inspection, layers=(unknown, *others)), 1e-12)
+    assert [each.layer for each in advice.layers] == ["conv2", "fc"]
+    assert "conv1" not in advice.call
+
+
 def test_the_call_in_python_trains():
     import kfc
 
@@ -125,7 +137,8 @@ def test_pages_without_advice_do_not_mention_it(tmp_path):
     [
         (["--overhead", "0.1"], "no effect without --advise"),
         (["--advise", "--overhead", "0"], "must be a positive number, got 0"),
+        (["--advise", "--approximation", "iad"], "--advise needs one that training offers"),
     ],
 )
-def test_wrong_overheads(options, words):
+def test_wrong_options(options, words):
     assert_clear_error(kfc_here("inspect", "--data", "digits", *options), 2, words)

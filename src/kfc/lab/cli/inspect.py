@@ -22,7 +22,7 @@ from kfc.lab.components import require_network
 from kfc.lab.config import OPTIONS, RunConfig, make_config
 from kfc.lab.data import load
 from kfc.lab.data.loading import create_data_folder
-from kfc.lab.inspection.advice import DEFAULT_OVERHEAD
+from kfc.lab.inspection.advice import DEFAULT_OVERHEAD, TRAINABLE
 from kfc.lab.inspection.advice import advise as advice_for
 from kfc.lab.inspection.networks import PARAMETERS, InspectedNetwork, inspected_network
 from kfc.lab.inspection.results import FORMAT, PANEL, Inspection, InspectionSettings
@@ -125,6 +125,8 @@ def inspect(
         if overhead is not None:
             _require_overhead(overhead, advise)
         settings = _settings({name: given.pop(name) for name in SETTINGS if name in given})
+        if advise:
+            _require_trainable(settings.approximations)
         if (threads := given.pop("threads", None)) is not None:
             OPTIONS["threads"].check(threads)
             torch.set_num_threads(threads)
@@ -156,6 +158,15 @@ def _require_overhead(overhead: float, advise: bool) -> None:
     if not 0 < overhead < math.inf:
         raise typer.BadParameter(
             f"must be a positive number, got {overhead:g}", param_hint="--overhead"
+        )
+
+
+def _require_trainable(approximations: Sequence[str]) -> None:
+    if set(approximations).isdisjoint(TRAINABLE):
+        raise typer.BadParameter(
+            f"--advise needs one that training offers ({', '.join(TRAINABLE)}), got "
+            f"{', '.join(approximations)}",
+            param_hint="--approximation",
         )
 
 

@@ -42,10 +42,14 @@ def advise(network: InspectedNetwork, inspection: Inspection, overhead: float) -
     """Measure what each approximation costs in a training step, and choose within the overhead.
 
     With the best length in every layer, the blocks of a step v with a given vᵀ(F + δ)v contribute
-    Σ gain · decrease² to the square of the decrease of the loss.
+    Σ gain · decrease² to the square of the decrease of the loss. There is no advice for layers
+    without a measured approximation that training offers.
     """
     compared = {
-        layer.name: layer.comparison for layer in inspection.layers if layer.comparison is not None
+        layer.name: layer.comparison
+        for layer in inspection.layers
+        if layer.comparison is not None
+        and not layer.comparison.approximations.keys().isdisjoint(TRAINABLE)
     }
     damping = inspection.settings.damping
     costs = {name: _seconds(network, name, found, damping) for name, found in compared.items()}
