@@ -9,7 +9,7 @@ import torch
 
 from commands import assert_clear_error, kfc_here
 from inspected_networks import inspect_small, network_of, small_network
-from kfc.lab.inspection.advice import PLAIN, Choice, advise, allocate
+from kfc.lab.inspection.advice import PLAIN, Choice, advise, allocate, overall
 from kfc.lab.report.advice import advice_notes
 from kfc.lab.report.inspection import write_inspection_page
 
@@ -41,6 +41,17 @@ def test_the_most_valuable_changes_come_first():
 def test_approximations_without_value_are_not_chosen():
     known = choices(only={"kfc": (1.0, 0.05)})
     assert allocate(known, 100.0)["only"].name == PLAIN
+
+
+def test_only_what_was_measured_in_every_layer_is_best_for_all():
+    known = choices(
+        first={"kfc": (1.0, 2.0), "prong": (0.1, 9.0), "sua": (1.0, 3.0)},
+        second={"kfc": (1.0, 2.0)},
+    )
+    assert overall(known, 1e9, {}) == "kfc"
+    assert overall(known, 1e9, {"second"}) == "sua", "in layers with one offset, SUA is KFC"
+    assert overall(choices(only={"ekfac": (1.0, 2.0)}), 1e9, {}) == "ekfac"
+    assert overall(known, 1e-9, {}) == "kfc", "nothing else is cheaper"
 
 
 def test_advice_follows_from_the_inspection():

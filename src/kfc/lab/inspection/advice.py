@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from shlex import quote
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -57,7 +57,8 @@ def advise(network: InspectedNetwork, inspection: Inspection, overhead: float) -
     choices = {name: _choices(found, costs[name]) for name, found in compared.items()}
     chosen = allocate(choices, overhead * passes)
     layers = [_layer_advice(found, chosen[name], choices) for name, found in compared.items()]
-    curvature = _overall(choices, overhead * passes)
+    single = {name for name, found in compared.items() if found.offsets == 1}
+    curvature = overall(choices, overhead * passes, single)
     return Advice(
         overhead,
         passes,
@@ -109,14 +110,27 @@ def _value(found: LayerComparison, decrease: float) -> float:
     return found.gain * max(decrease, 0.0) ** 2 if math.isfinite(decrease) else 0.0
 
 
-def _overall(choices: Mapping[str, Mapping[str, Choice]], allowance: float) -> str:
-    """Return the approximation with the largest value in all layers that fits, or the cheapest."""
-    names = [name for name in TRAINABLE if any(name in known for known in choices.values())]
+def overall(
+    choices: Mapping[str, Mapping[str, Choice]], allowance: float, single: Collection[str]
+) -> str:
+    """Return the approximation with the largest value in all layers that fits, or the cheapest.
+
+    Those that were not measured in every layer are not compared.
+
+    Args:
+        single: the layers whose kernel has a single offset, in which SUA is KFC.
+    """
     total = {}
-    for name in names or ["kfc"]:
-        # A layer without the approximation has KFC, or the plain gradient.
-        own = [known.get(name, known.get("kfc", known[PLAIN])) for known in choices.values()]
-        total[name] = sum(each.seconds for each in own), sum(each.value for each in own)
+    for name in TRAINABLE:
+        own = [
+            known.get("kfc" if name == "sua" and layer in single else name)
+            for layer, known in choices.items()
+        ]
+        measured = [each for each in own if each is not None]
+        if len(measured) == len(own):
+            total[name] = sum(each.seconds for each in measured), sum(e.value for e in measured)
+    if not total:
+        return "kfc"
     fitting = [name for name in total if total[name][0] <= allowance]
     if fitting:
         return max(fitting, key=lambda name: total[name][1])
