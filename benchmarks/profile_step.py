@@ -32,7 +32,7 @@ PARTS = {
     "averages": "moving averages",
     "inverses": "Cholesky factors",
     "natural gradient": "natural gradient",
-    "clip": "exact Fisher norm, a quarter of the batch",
+    "clip": "exact Fisher norms",
     "update": "momentum and parameters",
 }
 
