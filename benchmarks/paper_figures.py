@@ -15,6 +15,7 @@ from drawing import Axis, Line, Panel, document, segment, text
 from paper_curves import NOT_CHOSEN, TEST, TRAIN, Curve, Row, chosen, collect, read_curves
 
 from kfc.lab.report.figures import LINE_COLOURS
+from kfc.lab.report.summary import END_REASONS
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -235,7 +236,7 @@ def epoch_cost() -> str:
     """Return the processor time of an epoch of KFC relative to SGD's, on the same network."""
     texts = []
     for comparison, ours, theirs, what in (
-        ("figure4", "KFC", "SGD", ""),
+        ("figure3-cifar10", "KFC", "SGD", ""),
         ("figure4", "KFC, BN", "SGD, BN", " with batch normalisation"),
         ("figure5", "KFC", "SGD", " at batch 4096"),
     ):
@@ -272,7 +273,7 @@ def runs_table(comparisons: Sequence[str]) -> str:
                 f"| `{comparison}` | {curve.name} | {own['lr']:g} | {own['batch_size']:,} | "
                 f"{own['weight_decay']:g} | {last['update']:,} | {last['epoch']:.3g} | "
                 f"{last['processor_seconds']:,.0f} | {last[TRAIN]:.1f} / {last[TEST]:.1f}% | "
-                f"{best:.1f}% | {'can be continued' if curve.end is None else curve.end} |"
+                f"{best:.1f}% | {END_REASONS.get(curve.end, curve.end)} |"
             )
     return "\n".join(lines)
 
