@@ -91,7 +91,8 @@ figures: $(VENV)/.dev
 
 # Begin or continue the runs of the paper's figures, which take many hours; Ctrl-C interrupts them.
 # Afterwards their curves are recorded. ONLY="figure4" runs some of them.
-ONLY ?= benchmarks/figures/rates.toml figure4 benchmarks/figures/weight-decay.toml figure3-cifar10 figure5 figure3-svhn figure5-svhn
+ONLY ?= benchmarks/figures/rates.toml figure4 benchmarks/figures/weight-decay.toml figure3-cifar10 \
+	benchmarks/figures/baselines.toml figure5 figure3-svhn figure5-svhn
 FIGURES ?= runs/figures
 figures-runs: $(VENV)/.dev
 	for what in $(ONLY); do \

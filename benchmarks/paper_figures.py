@@ -319,6 +319,7 @@ def scan_table() -> str:
 COMPARISONS = (
     "figure4",
     "weight-decay",
+    "baselines",
     *(d.comparison for d in DRAWINGS if d.comparison != "figure4"),
 )
 
