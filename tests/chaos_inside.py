@@ -136,6 +136,7 @@ METHODS = {
     "KFC ekfac": lambda model: kfc.KFC(model, lr=0.01, curvature="ekfac"),
     "KFAC": kfc.KFAC,
     "WhitenedAdam": kfc.WhitenedAdam,
+    "Preconditioner": kfc.Preconditioner,
 }
 
 
@@ -157,20 +158,31 @@ def batch(number):
 
 
 def take_step(model, optimizer, number, inside=lambda: None):
-    """Make one step; ``inside`` is called where a closure, or a loop without one, would be."""
+    """Make one step, with a closure if the number is odd; ``inside`` is called after the loss."""
     images, labels = batch(number)
 
     def loss():
-        optimizer.zero_grad()
+        model.zero_grad()
         value = F.cross_entropy(model(images), labels)
         inside()
         return value
 
+    def differentiated():
+        value = loss()
+        value.backward()
+        return value
+
     if isinstance(optimizer, kfc.KFAC):
         optimizer.step(loss)
-        return
-    loss().backward()
-    optimizer.step()
+    elif number % 2 and isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.step(differentiated)
+    else:
+        differentiated()
+        optimizer.step()
+    if isinstance(optimizer, kfc.Preconditioner):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.grad
 
 
 def trained(name, steps, bombs=False):
@@ -342,9 +354,9 @@ def arm(draws, model, optimizer):
     """Let something fail in the next step; return what, a function, and how to undo it."""
     bombs = [module for module in model if isinstance(module, Bomb)]
     layers = [module for module in model if isinstance(module, (nn.Conv2d, nn.Linear))]
-    kind = draws.choice(
-        ["forward", "backward", "loss", "forward hook", "backward hook", "gradient hook", "step"]
-    )
+    kinds = ["forward", "backward", "loss", "forward hook", "backward hook", "gradient hook"]
+    has_hooks = isinstance(optimizer, torch.optim.Optimizer)
+    kind = draws.choice([*kinds, "step"] if has_hooks else kinds)
     if kind in ("forward", "backward"):
         draws.choice(bombs).armed = kind
         return kind, lambda: None, None
@@ -380,7 +392,7 @@ def attack_step(draws, scratch):
             for bomb in model:
                 if isinstance(bomb, Bomb):
                     bomb.armed = ""
-            optimizer.zero_grad()
+            model.zero_grad()
             continue
         take_step(model, optimizer, number)
         take_step(twin, expected, number)

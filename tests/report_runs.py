@@ -35,7 +35,12 @@ def make_run(
     if end is not None:
         last = 40 * max(evaluations - 1, 0)
         message = "the loss is not finite" if end == "diverged" else ""
-        folder.write({"kind": "end", "update": last, "reason": end, "message": message})
+        place = {
+            "update": last,
+            "epoch": last / 40,
+            "seconds": last * SECONDS_PER_UPDATE[optimizer],
+        }
+        folder.write({"kind": "end", **place, "reason": end, "message": message})
     folder.close()
     return read_record(path)
 

@@ -291,6 +291,8 @@ def test_divergence_has_its_own_exit_code_and_a_diagnosis(tmp_path):
         (["--data", "digits", "--threads", "9999999999"], 2, "threads must be at most"),
         (["--data", "digits", "--workers", "9999999999"], 2, "workers must be at most"),
         (["--data", "digits", "--seed", "99999999999999999999"], 2, "seed must be at most"),
+        (["--data", "digits", "--lr", "1e300"], 2, "lr must be at most 3.40282e+38"),
+        (["--data", "digits", "--weight-decay", "1e39"], 2, "weight_decay must be at most"),
         (["--data", "digits", "--momentum", "nan"], 2, "momentum must be"),
         (["--data", "digits", "--device", "meta"], 2, "device meta cannot be used here"),
         (["--data", "digits", "--device", "cuda:9"], 2, "device"),

@@ -273,6 +273,7 @@ def test_a_file_that_is_nested_deeply(tmp_path, content):
     [
         ("nn.LazyLinear(10)", "whose 1.weight is lazy"),
         ("nn.LazyBatchNorm1d(), nn.Linear(64, 10)", "is lazy"),
+        ("nn.Linear(64, 10, device='meta')", "whose 1.weight is on the device meta"),
         ("nn.Linear(64, 10).requires_grad_(False)", "all of its 2 parameters are frozen"),
         ("nn.Unflatten(1, (1, 64)), nn.AdaptiveAvgPool1d(10), nn.Flatten()", "no parameters"),
     ],

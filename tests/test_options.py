@@ -26,6 +26,8 @@ CONSTRUCTORS = (kfc.KFC, kfc.KFAC, kfc.Preconditioner, kfc.WhitenedAdam)
         ("momentum", -0.1),
         ("weight_decay", -1.0),
         ("weight_decay", math.inf),
+        ("lr", 1e300),
+        ("weight_decay", 1e39),
         ("damping", -1e-3),
         ("damping", math.nan),
         ("clip", 0.0),

@@ -12,6 +12,7 @@ from commands import run_script
 from kfc.lab.checkpoints import write_checkpoint
 from kfc.lab.config import make_config
 from kfc.lab.disk import RunError, write_atomically
+from kfc.lab.metrics import MEASURES
 from kfc.lab.runs import RunFolder, read_record
 
 
@@ -36,7 +37,12 @@ def output_of(program: str, script: Path, *arguments: object) -> str:
 
 
 def row(update: int, kind: str = "progress", **more: object) -> dict:
-    return {"kind": kind, "update": update, "epoch": 0.5, "seconds": 1.0, **more}
+    numbers = {
+        "progress": {"loss": 2.0, "images_per_second": 100.0},
+        "evaluation": {**dict.fromkeys(MEASURES, 2.0), "step_seconds": {}, "diagnostics": {}},
+    }
+    place = {"kind": kind, "update": update, "epoch": 0.5, "seconds": 1.0}
+    return {**place, **numbers.get(kind, {}), **more}
 
 
 def test_a_record_has_what_was_written(folder, config):

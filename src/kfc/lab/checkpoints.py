@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kfc.lab.disk import RunError, write_atomically
+from kfc.lab.disk import RunError, read_whole, write_atomically
 
 CHECKPOINT = "checkpoint.pt"
 _MARK = b"sha256:"
@@ -84,10 +84,7 @@ def find_newest(folder: Path, check: Callable[[State], None]) -> Found | None:
 
 def read_sealed(file: Path) -> State:
     """Return the content of a file that ``sealed`` made, after comparing it with its SHA-256."""
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise RunError(f"{file} cannot be read: {error.strerror}") from error
+    content = read_whole(file)
     body, digest = content[:-_DIGEST_LENGTH], content[-_DIGEST_LENGTH:]
     if not body.endswith(_MARK):
         raise RunError(f"{file} is damaged: it does not end with the SHA-256 of its content")

@@ -21,6 +21,21 @@ class RunError(Exception):
     """A run folder that cannot be used, read or written; the message says why."""
 
 
+def read_whole(path: Path) -> bytes:
+    """Return the content of a file; raise ``RunError`` if it cannot be read."""
+    require_regular(path)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def require_regular(path: Path) -> None:
+    """Raise ``RunError`` for a folder, a pipe or a device, which could block for ever."""
+    if path.exists() and not path.is_file():
+        raise RunError(f"{path} is not a regular file")
+
+
 # JSON
 
 
@@ -40,13 +55,11 @@ def read_checked(path: Path) -> dict[str, Any]:
         RunError: the file cannot be read, or contains something else.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_whole(path).decode())
         if not isinstance(content, dict):
             raise ValueError("it contains no JSON object")
         recorded = content.pop(DIGEST, None)
         is_whole = recorded == _digest(content)
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise RunError(f"{path} is damaged: {error}") from error
     if not is_whole:
@@ -119,6 +132,7 @@ def locked(path: Path) -> io.TextIOWrapper:
         import fcntl
     except ImportError:  # Windows has no such lock
         return (path / LOCK).open("a")
+    require_regular(path / LOCK)
     with clear_disk_errors(path):
         lock = (path / LOCK).open("a")
     try:

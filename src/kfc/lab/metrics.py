@@ -12,11 +12,31 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
-from kfc.lab.disk import RunError
+from kfc._helpers import require_number, require_whole, shown
+from kfc.lab.disk import RunError, read_whole
 
-KINDS = ("estimate", "evaluation", "progress", "end")
+NUMBER = (int, float, NoneType)  # numbers that are not finite are null
+MEASURES = tuple(
+    f"{parameters}{split}_{measure}"
+    for parameters in ("", "averaged_")
+    for split in ("train", "test")
+    for measure in ("loss", "error")
+)
+# What the rows of each kind have besides "update", "epoch" and "seconds", and its types.
+_CONTENT: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "estimate": {"examples": (int,)},
+    "evaluation": {
+        **dict.fromkeys(MEASURES, NUMBER),
+        "step_seconds": (dict,),
+        "diagnostics": (dict,),
+    },
+    "progress": {"loss": NUMBER, "images_per_second": NUMBER},
+    "end": {"reason": (str,), "message": (str,)},
+}
+KINDS = tuple(_CONTENT)
 Row = dict[str, Any]
 _TAIL = re.compile(rb', "check": "[0-9a-f]{8}"\}')
 
@@ -56,12 +76,7 @@ def read_rows(file: Path, run: str, end: Position | None = None) -> list[Row]:
     Raises:
         RunError: the file cannot be read, or a row is damaged or not of this run.
     """
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError:
-        content = b""
-    except OSError as error:
-        raise RunError(f"{file} cannot be read: {error.strerror}") from error
+    content = read_whole(file) if file.exists() or file.is_symlink() else b""
     if end is not None and len(content) < end.size:
         raise RunError(f"{file} is shorter than when the checkpoint was saved")
     rows, position = [], Position.at_start(run)
@@ -91,9 +106,21 @@ def _decode(line: bytes, after: Position) -> tuple[Row, Position]:
     if line != text[:-1] + _tail(check):
         raise ValueError("its checksum is wrong: it was changed, or is not the run's next row")
     row = json.loads(line)
-    if row["kind"] not in KINDS:
-        raise ValueError(f"unknown kind {row['kind']!r}")
-    if not isinstance(row["update"], int) or row["update"] < 0:
-        raise ValueError(f"update must be a number of updates, got {row['update']!r}")
+    _require_content(row)
     del row["check"]
     return row, Position(after.size + len(line) + 1, check)
+
+
+def _require_content(row: Row) -> None:
+    """Raise an error unless a row has what every row of its kind has; all else are numbers."""
+    if row["kind"] not in KINDS:
+        raise ValueError(f"unknown kind {row['kind']!r}")
+    require_whole("update", row["update"], low=0)
+    for name in ("epoch", "seconds"):
+        require_number(name, row[name])
+    if missing := _CONTENT[row["kind"]].keys() - row.keys():
+        raise ValueError(f"{', '.join(sorted(missing))} missing")
+    for name, value in row.items():
+        kind = _CONTENT[row["kind"]].get(name, NUMBER)
+        if name not in ("kind", "check") and not isinstance(value, kind):
+            raise ValueError(f"{name} has a value of another type: {shown(value)}")

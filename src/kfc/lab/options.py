@@ -11,6 +11,8 @@ from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
+import torch
+
 from kfc._helpers import require_number, require_whole, shown
 
 Owner = TypeVar("Owner")
@@ -81,7 +83,7 @@ class Option:
     choices: tuple[str, ...] = ()
     low: float = 0
     positive: bool = False
-    most: int | None = None
+    most: float = torch.finfo(torch.float32).max
     word: str | None = None
     flag: str | None = None
     parse: Callable[[str], Any] | None = None
@@ -100,8 +102,8 @@ class Option:
             elif self.type in (str, bool) and not isinstance(value, self.type):
                 kind = "a string" if self.type is str else "true or false"
                 raise ValueError(f"{self.name} must be {kind}, got {shown(value)}")
-            if self.most is not None and value > self.most:
-                raise ValueError(f"{self.name} must be at most {self.most}, got {value}")
+            if self.type in (int, float) and value > self.most:
+                raise ValueError(f"{self.name} must be at most {self.most:g}, got {value}")
 
 
 def options_of(owner: type) -> dict[str, Option]:

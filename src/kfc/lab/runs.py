@@ -141,6 +141,7 @@ def read_header(path: Path) -> Header:
         texts = (header.run, header.name, header.data_digest, header.job or "")
         if not all(isinstance(text, str) for text in texts):
             raise TypeError("run, name, data_digest and job must be strings")
+        header.run.encode()  # as checksums of metrics need it
         if not isinstance(header.environment, dict):
             raise TypeError("environment must be an object")
     except Exception as error:  # values of any type may have been written by hand

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from kfc._helpers import require_choice, require_number
@@ -34,6 +35,8 @@ def require_hyper_parameters(values: Mapping[str, Any], where: str = "") -> None
             _require_pair(where + name, value, HYPER_PARAMETERS[name])
         else:
             require_number(where + name, value, below=HYPER_PARAMETERS[name])
+            if value > torch.finfo(torch.float32).max:
+                raise ValueError(f"{where}{name} is too large for float32: {value:g}")
 
 
 def _require_pair(name: str, value: object, below: float) -> None:

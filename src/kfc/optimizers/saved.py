@@ -84,9 +84,6 @@ def check_groups(found: object, own: Sequence[Mapping[str, Any]], options: Seque
         require_number(f"{where}: fallback_factor", group["fallback_factor"])
         numbers = {option: _number(group[option]) for option in options}
         require_hyper_parameters(numbers, f"{where}: ")
-        for option, number in numbers.items():
-            if isinstance(number, (int, float)) and number > torch.finfo(torch.float32).max:
-                raise ValueError(f"{where}: {option} is too large for float32: {number:g}")
     saved, expected = (
         {f"group {i}": _members(group) for i, group in enumerate(groups)} for groups in (found, own)
     )

@@ -103,11 +103,15 @@ class ComparisonRunner:
             on_started: called when all runs have been started or restored.
         """
         try:
-            for run in self.runs:
+            # Runs that exist first: if one cannot be continued, no other one is begun.
+            for run in sorted(self.runs, key=lambda run: not run.path.exists()):
                 if self._interrupted():
                     break
                 if trainer := run.start(self._data, partial(self._on_row, run)):
                     self._trainers[run] = trainer
+            self._trainers = {
+                run: self._trainers[run] for run in self.runs if run in self._trainers
+            }
             if not self._interrupted():
                 on_started()
                 self._choose_learning_rates()

@@ -123,7 +123,7 @@ def read_comparison(name: str, *, quick: bool, overrides: Mapping[str, Any]) -> 
 def _read_toml(name: str, *, quick: bool, overrides: Mapping[str, Any]) -> Comparison:
     try:
         content = tomllib.loads(_text_of(name))
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # also of whole numbers with thousands of digits
         raise ConfigError(f"{name} is not valid TOML: {error}") from error
     changes = content.pop("quick", None)
     if quick:

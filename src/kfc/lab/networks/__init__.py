@@ -189,6 +189,11 @@ def _build_own(name: str, init: str | None) -> nn.Module:
                 f"{name} returned a network whose {part} is lazy and has no shape yet; let it run "
                 "the network on one batch before it returns it"
             )
+        if tensor.is_meta:
+            raise NetworkError(
+                f"{name} returned a network whose {part} is on the device meta and has no values; "
+                "let it initialise the network on the CPU"
+            )
     return model
 
 
