@@ -131,6 +131,17 @@ def test_a_named_network_is_not_imported_from_the_folder(run, tmp_path, monkeypa
     assert not (folder / "imported").exists()
 
 
+def test_a_named_network_imports_nothing_from_the_folder(run, tmp_path, monkeypatch):
+    folder = with_network(run, tmp_path / "run", "outside:f")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "outside.py").write_text("from payload import f\n")
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    monkeypatch.chdir(folder)
+    done = kfc_here("inspect", ".", "--net", "outside:f")
+    assert_clear_error(done, 2, "could import modules from the current directory", "--trust-net")
+    assert not (folder / "imported").exists()
+
+
 def test_a_network_is_named_again_to_resume(tmp_path):
     (tmp_path / "payload.py").write_text(PAYLOAD)
     arguments = (*SMALL, "--net", "payload:f", "--updates", "3", "--out", "run")

@@ -110,6 +110,12 @@ def require_trusted(name: str, folder: Path, named: Collection[str], *, trust: b
                 f"{name} would be imported from {source}, which is in the folder of the run; run "
                 "the command where your own module is, or trust the folder with --trust-net"
             )
+    if Path.cwd().resolve().is_relative_to(folder.resolve()):
+        # Also modules that the network's module imports.
+        raise NetworkError(
+            f"{name} could import modules from the current directory, which is in the folder of "
+            "the run; run the command in another one, or trust the folder with --trust-net"
+        )
 
 
 def _sources_of(name: str) -> list[Path]:
