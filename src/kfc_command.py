@@ -29,13 +29,17 @@ def main() -> None:
     finally:
         if signal.getsignal(signal.SIGINT) is _end:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-    app()
+    try:
+        app()
+    finally:
+        _end_at_once()
 
 
 def _end_at_once() -> None:
-    """Let Ctrl-C end the process; modules could lose or replace an exception during their import.
+    """Let Ctrl-C end the process, while modules are imported and when the command has ended.
 
-    A launcher that handles or ignores Ctrl-C keeps doing so.
+    An exception could be lost, replaced or printed there. A launcher that handles or ignores Ctrl-C
+    keeps doing so.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)

@@ -21,6 +21,8 @@ from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
+from kfc.lab.disk import locked
+
 LIMIT_SECONDS = 300  # of one attempt, which takes seconds
 PARTS = ("processes", "inside")
 
@@ -66,7 +68,13 @@ def attack(function, seed_text, scratch):
 
 
 def run_part(part, seed, folder, minutes, only):
-    """Make all attempts of a part that are not recorded yet, in random order."""
+    """Make all attempts of a part that are not recorded yet, in random order.
+
+    Only one process at a time can do this in a folder, since the attempts share runs.
+    """
+    place = folder / part
+    place.mkdir(exist_ok=True)
+    lock = locked(place)
     results = folder / f"{part}-{seed}.jsonl"
     known = {(row["attack"], row["number"]) for row in read(results)}
     attacks = attacks_of(part)
@@ -80,11 +88,12 @@ def run_part(part, seed, folder, minutes, only):
             if time.monotonic() > latest:
                 break
             start = time.monotonic()
-            found = attack(attacks[name][1], f"{seed} {name} {number}", folder / f"scratch-{part}")
+            found = attack(attacks[name][1], f"{seed} {name} {number}", place / "scratch")
             seconds = round(time.monotonic() - start, 2)
             row = {"attack": name, "number": number, "seconds": seconds, **found}
             file.write(json.dumps(row) + "\n")
             file.flush()
+    lock.close()
 
 
 def read(results):

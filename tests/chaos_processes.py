@@ -91,26 +91,42 @@ def wait_for_moment(draws, processes, path, whole, seconds):
     return False
 
 
-def kill_train(draws, scratch):
-    """Kill a run several times, then let it end."""
-    method = draws.choice(METHODS)
-    settings = (*COMMON, "--optimizer", method)
-    whole, seconds = reference(
-        scratch, method, lambda path: require_end(kfc("train", *settings, "--out", path))
-    )
-    path, kills = scratch / "run", 0
+def kill_repeatedly(draws, command, first, path, whole, seconds, attempts):
+    """Kill a command and resume it several times, then let it end; return the number of kills.
 
-    def way():
-        return ("--resume", path) if path.exists() else (*settings, "--out", path)
+    Args:
+        first: the arguments that begin the run, or the runs.
+    """
 
-    for _ in range(draws.randint(4, 8)):
-        process = start_kfc("train", *way())
+    def arguments():
+        return (command, *(("--resume", path) if path.exists() else (*first, "--out", path)))
+
+    kills = 0
+    for _ in range(attempts):
+        process = start_kfc(*arguments())
         if not wait_for_moment(draws, [process], path, whole, seconds):
             require_end(process.completed())
             break
         process.kill()
         kills += 1
-    require_end(kfc("train", *way()))
+    require_end(kfc(*arguments()))
+    return kills
+
+
+def undisturbed(scratch, method):
+    """Return the folder of a whole run with an optimizer, and the seconds that it took."""
+    settings = (*COMMON, "--optimizer", method)
+    return reference(
+        scratch, method, lambda path: require_end(kfc("train", *settings, "--out", path))
+    )
+
+
+def kill_train(draws, scratch):
+    method = draws.choice(METHODS)
+    whole, seconds = undisturbed(scratch, method)
+    path, first = scratch / "run", (*COMMON, "--optimizer", method)
+    attempts = draws.randint(4, 8)
+    kills = kill_repeatedly(draws, "train", first, path, whole, seconds, attempts)
     require_same(path, whole)
     return "resumed bit for bit", kills
 
@@ -123,19 +139,8 @@ def kill_compare(draws, scratch):
         "comparison",
         lambda path: require_end(kfc("compare", definition, "--out", path)),
     )
-    path, kills = scratch / "runs", 0
-
-    def way():
-        return ("--resume", path) if path.exists() else (definition, "--out", path)
-
-    for _ in range(draws.randint(3, 5)):
-        process = start_kfc("compare", *way())
-        if not wait_for_moment(draws, [process], path, whole, seconds):
-            require_end(process.completed())
-            break
-        process.kill()
-        kills += 1
-    require_end(kfc("compare", *way()))
+    path, attempts = scratch / "runs", draws.randint(3, 5)
+    kills = kill_repeatedly(draws, "compare", (definition,), path, whole, seconds, attempts)
     for each in whole.glob("*/"):
         require_same(path / each.name, each)
     return "resumed bit for bit", kills
@@ -188,9 +193,7 @@ app()
 def fill_disk(draws, scratch):
     """Let the disk be full in the course of a run, then continue with enough space."""
     settings = (*COMMON, "--optimizer", "kfc")
-    whole, _ = reference(
-        scratch, "kfc", lambda path: require_end(kfc("train", *settings, "--out", path))
-    )
+    whole, _ = undisturbed(scratch, "kfc")
     size = (whole / "checkpoint.pt").stat().st_size
     disk = scratch / "disk"
     disk.mkdir()
@@ -239,9 +242,7 @@ app()
 def jump_clock(draws, scratch):
     """Let the time of day be random, and the timer jump forward by hours."""
     settings = (*COMMON, "--optimizer", "kfc")
-    whole, _ = reference(
-        scratch, "kfc", lambda path: require_end(kfc("train", *settings, "--out", path))
-    )
+    whole, _ = undisturbed(scratch, "kfc")
     script = scratch / "jumping.py"
     script.write_text(JUMPING)
     path = scratch / "run"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import ENVIRONMENT, assert_clear_error, kfc, kfc_here, start_kfc
+from commands import ENVIRONMENT, assert_clear_error, kfc, kfc_anew, kfc_here, start_kfc
 from kfc.lab.cli.screen import printable
 from kfc.lab.disk import read_checked, write_checked
 from kfc.lab.runs import read_record
@@ -414,6 +414,20 @@ def test_an_interruption_of_the_imports_is_quiet(tmp_path, way, seconds):
     assert process.returncode == 130
     assert b"Traceback" not in errors
     assert not (tmp_path / "run").exists()
+
+
+def test_an_interruption_after_the_end_is_quiet():
+    program = (
+        "import atexit, os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "from kfc_command import main\n"
+        "sys.argv[1:] = ['--version']\n"
+        "main()\n"
+    )
+    done = kfc_anew(program=program)
+    assert (done.returncode, done.stderr) == (130, "")
+    assert done.stdout.startswith("kfc ")
 
 
 def test_the_record_of_a_run_is_json(run):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kfc
-from kfc.optimizers.divergence import FAR, PATIENCE
+from kfc.optimizers.divergence import FAR_ABOVE, PATIENCE
 
 METHODS = {
     "kfc": lambda model: kfc.KFC(model, lr=0.0, seed=0),
@@ -65,7 +65,7 @@ def test_a_loss_far_above_its_start(method):
     optimizer = METHODS[method](model)
     train(model, optimizer, 12)
     with torch.no_grad():
-        model[2].weight.mul_(10_000 * FAR)
+        model[2].weight.mul_(10_000 * FAR_ABOVE)
     assert train(model, optimizer, PATIENCE - 1) == []
     assert optimizer.divergence is None
     said = train(model, optimizer, 2)
@@ -76,7 +76,7 @@ def test_a_loss_far_above_its_start(method):
     assert "in '2.weight'" in said[0]
     assert "'2.weight'" in optimizer.divergence
     with torch.no_grad():
-        model[2].weight.div_(10_000 * FAR)
+        model[2].weight.div_(10_000 * FAR_ABOVE)
     assert train(model, optimizer, 1) == []
     assert optimizer.divergence is None
 
@@ -87,10 +87,10 @@ def test_single_outliers_are_no_divergence():
     train(model, optimizer, 12)
     for _ in range(3):
         with torch.no_grad():
-            model[2].weight.mul_(10_000 * FAR)
+            model[2].weight.mul_(10_000 * FAR_ABOVE)
         train(model, optimizer, PATIENCE - 1)
         with torch.no_grad():
-            model[2].weight.div_(10_000 * FAR)
+            model[2].weight.div_(10_000 * FAR_ABOVE)
         train(model, optimizer, 1)
     assert optimizer.divergence is None
 
@@ -126,7 +126,7 @@ def test_kfac_reports_a_loss_far_above_its_start():
     for step in range(12 + PATIENCE):
         if step == 12:
             with torch.no_grad():
-                model[2].weight.mul_(10_000 * FAR)
+                model[2].weight.mul_(10_000 * FAR_ABOVE)
         assert optimizer.divergence is None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -131,21 +132,25 @@ def write_checkpoint(
 
 def _rotate(folder: Path, kept: int) -> None:
     """Rename every checkpoint to that of the one before it; the newest keeps its name as well."""
-    for number in range(kept - 1, 0, -1):
-        newer = folder / (CHECKPOINT if number == 1 else f"checkpoint-{number - 1}.pt")
-        older = folder / f"checkpoint-{number}.pt"
-        if not newer.exists():
-            continue
-        if number > 1:
-            newer.replace(older)
-            continue
-        # A second name first: the newest checkpoint exists at every moment.
-        draft = folder / f".{older.name}.part"
-        draft.unlink(missing_ok=True)
-        try:
-            os.link(newer, draft)
-        except OSError:  # the file system has no hard links
-            newer.replace(older)
-        else:
-            draft.replace(older)
-            draft.unlink(missing_ok=True)  # it remains if both are names of one file already
+    files = [folder / CHECKPOINT, *(folder / f"checkpoint-{n}.pt" for n in range(1, kept))]
+    for newer, older in reversed(list(pairwise(files))):
+        if newer.exists():
+            (_add_name if newer.name == CHECKPOINT else Path.replace)(newer, older)
+
+
+def _add_name(file: Path, name: Path) -> None:
+    """Give a file a second name, which may be that of another file so far.
+
+    It keeps its own at every moment, unless the file system has no hard links.
+    """
+    draft = name.with_name(f".{name.name}.part")
+    draft.unlink(missing_ok=True)
+    try:
+        os.link(file, draft)
+    except OSError:
+        file.replace(name)
+        return
+    try:
+        draft.replace(name)
+    finally:
+        draft.unlink(missing_ok=True)  # it remains if both are names of one file already

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from kfc._helpers import require_keys, require_number, require_whole
 
-# So many steps in a row, skipped or with a loss far above its start, are a divergence.
+# This many steps in a row, skipped or with a loss far above its start, are a divergence.
 PATIENCE = 10
 # The loss is far above its start if it is this many times the largest loss of the first steps.
-FAR, FIRST = 1000.0, 10
+FAR_ABOVE = 1000.0
+FIRST_STEPS = 10
 # The number of parameters in a message.
 MOST_NAMES = 5
 
@@ -27,20 +28,21 @@ class Divergence:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.skipped_in_a_row = 0
-        # The largest loss of the first steps, their number, and that of the last high ones in a row
-        self._start, self._seen, self._high = 0.0, 0, 0
-        self._loss = self._pending = math.nan
+        self._largest_at_start = 0.0
+        self._first_steps = 0  # the number so far
+        self._high_in_a_row = 0
+        self._last_loss = self._loss_of_step = math.nan
         self._warned = False
 
     def skip(self) -> None:
         """Count a step that was skipped because values were not finite."""
         self.skipped_in_a_row += 1
-        self._pending = math.nan
+        self._loss_of_step = math.nan
         self._warn()
 
     def see(self, loss: float) -> None:
         """Note the loss on the batch of the step in progress."""
-        self._pending = loss
+        self._loss_of_step = loss
 
     def end_step(self, *, is_good: bool) -> None:
         """Count a step; its loss is ignored if it is not finite.
@@ -50,15 +52,15 @@ class Divergence:
         """
         if is_good:
             self.skipped_in_a_row = 0
-        loss, self._pending = self._pending, math.nan
+        loss, self._loss_of_step = self._loss_of_step, math.nan
         if not math.isfinite(loss):
             return
-        self._loss = loss
-        if self._seen < FIRST:
-            self._seen += 1
-            self._start = max(self._start, loss)
-        is_high = self._seen >= FIRST and loss > FAR * self._start > 0
-        self._high = self._high + 1 if is_high else 0
+        self._last_loss = loss
+        if self._first_steps < FIRST_STEPS:
+            self._first_steps += 1
+            self._largest_at_start = max(self._largest_at_start, loss)
+        is_high = self._first_steps >= FIRST_STEPS and loss > FAR_ABOVE * self._largest_at_start > 0
+        self._high_in_a_row = self._high_in_a_row + 1 if is_high else 0
         self._warn()
 
     def reason(self) -> str | None:
@@ -68,16 +70,17 @@ class Divergence:
                 f"the last {self.skipped_in_a_row} steps were skipped; "
                 f"{describe_parameters(self._model)}"
             )
-        if self._high >= PATIENCE:
+        if self._high_in_a_row >= PATIENCE:
             return (
-                f"the loss on the last {self._high} batches was more than {FAR:g} times that of "
-                f"the first steps: {self._loss:.3g}, and {self._start:.3g} then; "
+                f"the loss on the last {self._high_in_a_row} batches was more than {FAR_ABOVE:g} "
+                f"times that of the first steps: {self._last_loss:.3g}, and "
+                f"{self._largest_at_start:.3g} then; "
                 f"{describe_parameters(self._model)}"
             )
         return None
 
     def _warn(self) -> None:
-        if self._warned or max(self.skipped_in_a_row, self._high) < PATIENCE:
+        if self._warned or max(self.skipped_in_a_row, self._high_in_a_row) < PATIENCE:
             return
         self._warned = True
         warnings.warn(
@@ -90,23 +93,24 @@ class Divergence:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "start": self._start,
-            "seen": self._seen,
-            "high": self._high,
+            "start": self._largest_at_start,
+            "seen": self._first_steps,
+            "high": self._high_in_a_row,
             "skipped_in_a_row": self.skipped_in_a_row,
         }
 
     @staticmethod
     def check_state(state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless the state is one that ``state_dict()`` returns."""
-        require_keys("state of the divergence", state, ("start", "seen", "high"))
-        require_keys("state of the divergence", state, ("skipped_in_a_row",))
+        counts = ("seen", "high", "skipped_in_a_row")
+        require_keys("state of the divergence", state, ("start", *counts))
         require_number("the state's start of the divergence", state["start"])
-        for name in ("seen", "high", "skipped_in_a_row"):
+        for name in counts:
             require_whole(f"the state's {name} of the divergence", state[name], low=0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._start, self._seen, self._high = state["start"], state["seen"], state["high"]
+        self._largest_at_start, self._first_steps = state["start"], state["seen"]
+        self._high_in_a_row = state["high"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
 
 
