@@ -27,7 +27,7 @@ def test_another_result_is_a_fault(tmp_path, monkeypatch):
     found = [chaos.attack(function, f"test {i}", tmp_path / "scratch") for i in range(6)]
     faults = [each["fault"] for each in found if each["outcome"] == "FAULT"]
     assert faults
-    assert all("resumed with another result: another number" in fault for fault in faults)
+    assert all("resumed with another result: another number" in each for each in faults), faults
 
 
 def test_attempts_are_recorded_and_faults_reported(tmp_path, monkeypatch, capsys):
