@@ -134,3 +134,88 @@ def test_an_embedding_costs_no_product_with_its_width():
         costs.append(optimizer.engine.allowance.costs)
     assert costs[0].plain == costs[1].plain
     assert costs[0].statistics == costs[1].statistics
+
+
+class Positions(nn.Embedding):
+    """Positions from a mask, moved by two, as those of OPT in Transformers."""
+
+    def forward(self, mask, past=0, positions=None):
+        if positions is None:
+            positions = (mask.cumsum(1) * mask - 1).long()[:, past:]
+        return super().forward(positions + 2)
+
+
+class Scaled(nn.Embedding):
+    """Rows times a number, as in Gemma and BART of Transformers."""
+
+    scale = 3.0
+
+    def forward(self, indices):
+        return self.scale * super().forward(indices)
+
+
+class Derived(nn.Module):
+    """Looks tokens and positions up in embeddings of its own classes, or of torch's."""
+
+    def __init__(self, *, stock: bool):
+        super().__init__()
+        self.tokens = (nn.Embedding if stock else Scaled)(7, 3, padding_idx=1)
+        self.positions = (nn.Embedding if stock else Positions)(8, 3)
+        self.head = nn.Linear(3, 7, bias=False)
+
+    def forward(self, indices):
+        mask = (indices != 1).long()
+        if type(self.tokens) is nn.Embedding:
+            positions = self.positions((mask.cumsum(1) * mask - 1).long() + 2)
+            return self.head((Scaled.scale * self.tokens(indices) + positions).tanh()).mT
+        return self.head((self.tokens(indices) + self.positions(mask)).tanh()).mT
+
+    def tie(self):
+        """Let the head, and another embedding, have the weight of the tokens."""
+        self.head.weight = self.tokens.weight
+        self.shared = nn.Embedding(7, 3, padding_idx=1)
+        self.shared.weight = self.tokens.weight
+        return self
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_subclasses_are_embeddings_whatever_they_do_to_indices_and_rows(tied):
+    models = [Derived(stock=stock) for stock in (False, True)]
+    models[1].load_state_dict(models[0].state_dict())
+    if tied:
+        models = [model.tie() for model in models]
+    indices = torch.randint(7, (5, 4))
+    found, expected = (after_one_batch(model, indices, damping=0.1) for model in models)
+    assert set(found.factors) == {"tokens", "positions"} | (set() if tied else {"head"})
+    for name, factors in expected.factors.items():
+        torch.testing.assert_close(found.factors[name], factors)
+    for own, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
+def test_subclasses_that_look_nothing_up_are_no_embeddings():
+    class Product(nn.Embedding):
+        def forward(self, indices):
+            return F.one_hot(indices, self.num_embeddings).to(self.weight) @ self.weight
+
+    plan = find_layers(nn.Sequential(Product(7, 3), nn.Linear(3, 2)))
+    assert set(plan.layers) == {"1"}
+    assert plan.plain["0.weight"] == "Product overrides forward; register a layer class for it"
+
+
+def test_functions_called_with_the_weight_of_an_embedding_are_its_calls():
+    class Functional(Derived):
+        def forward(self, indices):
+            mask = (indices != 1).long()
+            positions = (mask.cumsum(1) * mask - 1).long() + 2
+            rows = F.embedding(indices, self.tokens.weight, padding_idx=-6)
+            rows = Scaled.scale * rows + F.embedding(positions, self.positions.weight)
+            return self.head(rows.tanh()).mT
+
+    models = [Functional(stock=True), Derived(stock=True)]
+    models[1].load_state_dict(models[0].state_dict())
+    indices = torch.randint(7, (5, 4))
+    found, expected = (after_one_batch(model, indices) for model in models)
+    assert set(found.factors) == {"tokens", "positions", "head"}
+    for name, factors in expected.factors.items():
+        torch.testing.assert_close(found.factors[name], factors)

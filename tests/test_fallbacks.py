@@ -390,6 +390,36 @@ def test_functions_that_compute_something_else_are_no_calls_of_the_layer(call):
         optimizer.step()
 
 
+class Biases(nn.Module):
+    """Adds biases of its own to those of a layer without any, as attention in timm's BEiT."""
+
+    def __init__(self, *, functional: bool) -> None:
+        super().__init__()
+        self.functional = functional
+        self.qkv, self.head = nn.Linear(16, 6, bias=False), nn.Linear(6, 3)
+        self.bias = nn.Parameter(torch.randn(2, 3))
+
+    def forward(self, x):
+        bias = self.bias.flatten()
+        if self.functional:
+            return self.head(F.linear(x.flatten(1), self.qkv.weight, bias).tanh())
+        return self.head((self.qkv(x.flatten(1)) + bias).tanh())
+
+
+def test_a_bias_that_is_not_the_layers_changes_nothing_for_its_weight():
+    models = [Biases(functional=functional) for functional in (True, False)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [kfc.KFC(model, seed=0) for model in models]
+    for _ in range(12):
+        data = images(8)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            differentiate(model, optimizer, data)
+            optimizer.step()
+    assert set(optimizers[0].activation_factors) == {"qkv", "head"}
+    for own, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(own, expected)
+
+
 def train_on_a_rank(rank: int):
     torch.manual_seed(0)
     model = Functional()

@@ -185,6 +185,39 @@ def test_other_ties_have_no_factors():
     assert layer.module is model.head
 
 
+class Head(nn.Module):
+    """Holds the bias of its decoder, too, as the heads of BERT in Transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(TOKENS))
+        self.transform = nn.Linear(WIDTH, WIDTH)
+        self.decoder = nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, x):
+        return self.decoder(self.transform(x).tanh())
+
+
+def test_a_parameter_held_by_a_module_around_its_layer_belongs_to_the_layer():
+    model, separate = (nn.Sequential(nn.Embedding(TOKENS, WIDTH), Head()) for _ in range(2))
+    for each in (model, separate):
+        each[1].decoder.weight = each[0].weight
+    model[1].decoder.bias = model[1].bias
+    del separate[1].bias
+    separate.load_state_dict(model.state_dict(), strict=False)
+    assert find_layers(model).layer_of["1.bias"] == ("0", "bias")
+    assert not find_layers(model).plain
+    indices = torch.randint(TOKENS, (5, 4))
+    found, expected = (
+        after_one_batch(each, indices, damping=0.1, loss=lambda x: fitting_loss(x.mT))
+        for each in (model, separate)
+    )
+    assert set(found.factors) == {"0", "1.transform"}
+    for name, factors in expected.factors.items():
+        torch.testing.assert_close(found.factors[name], factors)
+    torch.testing.assert_close(model[1].bias.grad, separate[1].decoder.bias.grad)
+
+
 class GPT(nn.Module):
     """One block of GPT-2, with the parts that Transformers builds it from."""
 

@@ -114,6 +114,8 @@ def _can_be_run(module: nn.Module) -> bool:
         arguments = list(inspect.signature(type(module).forward).parameters)[1:]
     except (TypeError, ValueError):
         return False
+    if isinstance(module, nn.Embedding):  # whatever finds the indices: the lookup is what counts
+        return True
     # ConvTranspose*d has a second one, which only changes the size of the output.
     return len(arguments) == 1 or arguments[1:] == ["output_size"]
 
@@ -160,6 +162,8 @@ def _calls_function(probe: nn.Module, layer: Layer, generator: torch.Generator) 
     shapes = _input_shapes(probe)
     for shape in shapes:
         inputs = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        if isinstance(probe, nn.Embedding):
+            inputs = torch.ones(shape, dtype=torch.long, device="cpu")  # an index, or a mask
         for training in (True, False):
             probe.train(training)
             try:
@@ -178,6 +182,8 @@ MAPS = {nn.BatchNorm1d: (5,), nn.BatchNorm2d: (5, 6), nn.BatchNorm3d: (3, 4, 5)}
 
 def _input_shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
     """Return shapes of inputs that a type of module accepts."""
+    if isinstance(module, nn.Embedding):
+        return ((2, 1),)
     if isinstance(module, nn.Linear):
         return (5, 3, module.in_features), (16, module.in_features)
     if isinstance(module, _ConvNd):
@@ -211,6 +217,8 @@ def _candidates(module: nn.Module) -> Iterator[Candidate]:
     shape = tuple(module._parameters["weight"].shape)  # type: ignore[union-attr]
     if isinstance(module, _ConvNd):
         yield from _convolutions(module)
+    elif isinstance(module, nn.Embedding):
+        return
     elif len(shape) == 2:
         yield Candidate(LinearLayer, ((5, 3, shape[1]), (16, shape[1])), _linear)
         yield Candidate(TransposedLinearLayer, ((5, 3, shape[0]), (16, shape[0])), _transposed)

@@ -1,7 +1,7 @@
 """Which layer class describes a module, and how every parameter of a model is treated."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import singledispatch
@@ -112,6 +112,7 @@ def find_layers(model: nn.Module) -> Plan:
             if isinstance(treatment, PlainGradient):
                 plan.plain[key] = treatment.reason
                 continue
+            plan.plain.pop(key, None)  # of a module that only holds the parameter
             roles = {treatment.names.get(role, role): role for role in treatment.roles}
             if own in roles:
                 plan.layer_of[key] = (leaders[name], roles[own])
@@ -162,12 +163,16 @@ def _joined_where_tied(
 
     Modules of one configuration that share all their parameters become one layer, called several
     times, and so do a linear layer and embeddings that share its weight. Modules with any other tie
-    have no Kronecker factors.
+    have no Kronecker factors. A module of unknown type that holds a parameter of a module inside of
+    it, as heads of Transformers do, is taken not to use it.
     """
     sharers: dict[int, list[str]] = defaultdict(list)
     for name, module in owners.items():
         for parameter in _own_parameters(module).values():
             sharers[id(parameter)].append(name)
+    for names in sharers.values():
+        holders = [name for name in names if _only_holds(name, names, treatments)]
+        names[:] = [name for name in names if name not in holders]
     ties = [names for names in sharers.values() if len(names) > 1]
 
     treatments, joined = dict(treatments), set[str]()
@@ -192,10 +197,24 @@ def _joined_where_tied(
     for names in ties:
         leader = treatments[names[0]]
         if isinstance(leader, Layer):
+            members = [treatments[name] for name in names]
             treatments[names[0]] = tied = copy(leader)
             tied.tie(tuple(owners[name] for name in names))
+            if any(isinstance(each, Layer) and each.functional for each in members):
+                tied.use_function()
             leaders.update(dict.fromkeys(names, names[0]))
     return treatments, leaders
+
+
+def _only_holds(
+    name: str, names: Collection[str], treatments: Mapping[str, Layer | PlainGradient]
+) -> bool:
+    """Return whether a module of unknown type shares a parameter with a layer inside of it."""
+    inside = f"{name}." if name else ""
+    return isinstance(treatments[name], PlainGradient) and any(
+        other != name and other.startswith(inside) and isinstance(treatments[other], Layer)
+        for other in names
+    )
 
 
 def _tied_embedding(
@@ -206,7 +225,12 @@ def _tied_embedding(
     embeddings = [module for module, layer in sharers if type(layer) is EmbeddingLayer]
     paddings = {module.padding_idx for module in embeddings if isinstance(module, nn.Embedding)}
     are_all = len(heads) + len(embeddings) == len(sharers)
-    return TiedEmbeddingLayer(heads[0]) if are_all and len(heads) == len(paddings) == 1 else None
+    if not are_all or len(heads) != 1 or len(paddings) != 1:
+        return None
+    tied = TiedEmbeddingLayer(heads[0])
+    if any(isinstance(layer, Layer) and layer.functional for _, layer in sharers):
+        tied.use_function()
+    return tied
 
 
 def _configuration(module: nn.Module, treatment: Layer | PlainGradient) -> object:
@@ -215,6 +239,8 @@ def _configuration(module: nn.Module, treatment: Layer | PlainGradient) -> objec
         return "plain"
     if isinstance(treatment, TiedEmbeddingLayer):
         return treatment
+    if isinstance(module, nn.Embedding):  # what is done to the rows does not count
+        return EmbeddingLayer, id(module.weight), module.padding_idx
     shared = tuple((role, id(p)) for role, p in _own_parameters(module).items())
     # Running statistics are part of what a normalisation layer computes.
     buffers = tuple(id(b) for b in module._buffers.values() if b is not None)
