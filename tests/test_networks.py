@@ -403,5 +403,5 @@ def test_errors_name_the_problem_and_the_choices():
     for size in ((28, 28), (32, 28)):
         with pytest.raises(NetworkError, match=f"32x32 pixels, .*{size[0]}x{size[1]}; .*{KNOWN}"):
             build("cuda-convnet", image=(3, *size), classes=10, init=None, seed=0)
-    with pytest.raises(NetworkError, match="init of digits must be one of kaiming; got 'paper'"):
+    with pytest.raises(NetworkError, match="init of digits must be one of kaiming; got 'cuda-c"):
         made("digits", init="cuda-convnet")

@@ -1,6 +1,7 @@
 """The training loop: configuration, optimizers, averages, evaluations, records, resumption."""
 
 import copy
+import itertools
 import math
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from kfc.lab.averages import Averages
 from kfc.lab.baselines import MuonOptions
 from kfc.lab.components import RunComponents, weight_costs
-from kfc.lab.config import ConfigError, config_from_dict, make_config
+from kfc.lab.config import ConfigError, Length, config_from_dict, make_config
 from kfc.lab.data import Inputs, load
 from kfc.lab.diagnosis import find_origin
 from kfc.lab.disk import RunError
@@ -267,6 +268,23 @@ def test_the_times_of_the_parts_of_an_update_add_up(digits, tmp_path, optimizer,
     assert sum(parts.values()) == pytest.approx(per_update, rel=1e-6)
     assert own | {"data", "statistics", "inverses"} <= set(parts)
     assert all(value >= 0 for value in parts.values())
+
+
+def test_processor_time_is_recorded_and_continues_after_a_resumption(digits, tmp_path, monkeypatch):
+    clock = itertools.count()  # every measured part of an update takes one second
+    monkeypatch.setattr("kfc.lab.costs.process_time", lambda: next(clock))
+    settings = {"optimizer": "sgd", "evaluation_period": 100.0}
+    trainer = run(tmp_path / "run", digits, updates=2, **settings)
+    first = trainer.last_evaluation["processor_seconds"]
+    assert 2 * 6 <= first <= 2 * 6 + 3, "six parts, and waiting for the device"
+    longer = RunFolder(tmp_path / "run", Length(epochs=None, updates=4))
+    again = Trainer.resume(longer, digits)
+    again.advance()
+    again.close()
+    second = again.last_evaluation["processor_seconds"]
+    assert 2 * 6 <= second - first <= 2 * 6 + 3
+    rows = read_record(tmp_path / "run").evaluations
+    assert [row["processor_seconds"] for row in rows] == [0.0, first, second]
 
 
 @pytest.mark.parametrize(
