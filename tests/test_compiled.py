@@ -134,8 +134,8 @@ def test_same_parameters_as_eager_training(name, way, network, graphs):
     train(compiled, optimizer)
     assert_close(model.state_dict(), eager_result(network, make), rtol=1e-4, atol=1e-5)
     assert graphs.compiled == 1
-    # In KFAC, statistics are due in every step; graphs evaluate the loss after some steps.
-    assert graphs.runs >= (5 if name == "KFAC" else 20)
+    # The others gather statistics in most of the first steps; graphs of KFAC evaluate the loss.
+    assert graphs.runs >= (20 if name == "WhitenedAdam" else 5)
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -193,7 +193,7 @@ def test_layers_compiled_on_their_own(compile_, graphs):
     found = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}
     assert_close(found, eager_result(Network, kfc.KFC), rtol=1e-4, atol=1e-5)
     assert len(optimizer.factors) == 2
-    assert graphs.runs >= 20
+    assert graphs.runs >= 10
 
 
 def test_compiled_training_step(graphs):

@@ -12,8 +12,9 @@ from kfc.curvature.description import describe_layers
 from kfc.curvature.kronecker import Factors
 from kfc.curvature.layer import LayerState
 from kfc.fisher.calls import SavedBuffers, accelerators_of, call_of, forked_random_state
-from kfc.optimizers.costs import Costs, counted_costs, expected_work
+from kfc.optimizers.costs import Costs, counted_costs
 from kfc.optimizers.engine import Engine
+from kfc.optimizers.work import expected_work
 
 # Called with the number of batches done and, if known, their total number.
 Progress = Callable[[int, int | None], None]

@@ -11,8 +11,9 @@ from kfc.curvature.kfc import KroneckerCurvature
 from kfc.curvature.layer import Columns
 from kfc.curvature.low_rank import MULTIPLE, NARROWEST, most_columns
 from kfc.curvature.model import ModelCurvature
-from kfc.optimizers.costs import MOVING, Costs, Work, counted_costs
+from kfc.optimizers.costs import MOVING, Costs, counted_costs
 from kfc.optimizers.saved import check_allowance
+from kfc.optimizers.work import ModelWork
 
 logger = logging.getLogger("kfc")
 
@@ -57,7 +58,7 @@ class WideFactor(NamedTuple):
 
 
 def columns_within(
-    curvature: ModelCurvature, work: Mapping[str, Work], overhead: float
+    curvature: ModelCurvature, work: ModelWork, overhead: float
 ) -> dict[str, Columns]:
     """Return the largest ranks of the inverses of wide factors; 0 for exact inverses.
 
@@ -80,14 +81,14 @@ def columns_within(
     return {name: (first, second) for name, (first, second) in found.items()}
 
 
-def _moving(curvature: ModelCurvature, work: Mapping[str, Work]) -> float:
+def _moving(curvature: ModelCurvature, work: ModelWork) -> float:
     """Return the multiply-adds in the time that it takes to move all gradients."""
-    sizes = (curvature.layers[name].layer.weight.numel() for name in work)
+    sizes = (curvature.layers[name].layer.weight.numel() for name in work.layers)
     return MOVING * sum(sizes)
 
 
-def _wide_factors(curvature: ModelCurvature, work: Mapping[str, Work]) -> Iterator[WideFactor]:
-    for name in work:
+def _wide_factors(curvature: ModelCurvature, work: ModelWork) -> Iterator[WideFactor]:
+    for name in work.layers:
         layer = curvature.layers[name]
         if isinstance(layer, KroneckerCurvature) and layer.has_variable_inverse():
             sizes, groups = layer.layer.factor_sizes(), layer.layer.groups
@@ -121,6 +122,8 @@ class Allowance:
         self._norm_rate = norm_rate
         # What the costs were counted for.
         self._counted_for: object = None
+        # What passes do besides layers, see ``ModelWork``; unknown before the first step.
+        self.others: float | None = None
         # The largest ranks of inverses; unknown before the first step.
         self.columns: dict[str, Columns] | None = None
         self._quiet = quiet
@@ -131,9 +134,7 @@ class Allowance:
         """Return whether STATISTICS or INVERSES may be refreshed, or NORMS computed, now."""
         return self.overhead is None or self.costs is None or self._balances[kind] >= 0
 
-    def columns_for(
-        self, curvature: ModelCurvature, work: Mapping[str, Work]
-    ) -> dict[str, Columns]:
+    def columns_for(self, curvature: ModelCurvature, work: ModelWork) -> dict[str, Columns]:
         """Return the largest ranks of inverses: those of the first step, or of one like this."""
         if self.overhead is None:
             return {}
@@ -141,16 +142,17 @@ class Allowance:
             return columns_within(curvature, work, self.overhead)
         return self.columns
 
-    def limit_columns(self, curvature: ModelCurvature, work: Mapping[str, Work]) -> None:
+    def limit_columns(self, curvature: ModelCurvature, work: ModelWork) -> None:
         """Limit the ranks of inverses by the work of the first step."""
         if self.columns is None:
             self.columns = self.columns_for(curvature, work)
             curvature.limit_columns(self.columns)
 
-    def count(self, curvature: ModelCurvature, work: Mapping[str, Work]) -> None:
+    def count(self, curvature: ModelCurvature, work: ModelWork) -> None:
         """Count the costs of a step with statistics, if they can differ from those of the last."""
+        self.others = work.others
         self.limit_columns(curvature, work)
-        layers = [curvature.layers[name] for name in work]
+        layers = [curvature.layers[name] for name in work.layers]
         shapes = [(layer.trained_roles(), layer.inverse_widths()) for layer in layers]
         if self._counted_for != (work, shapes):  # costs depend on nothing else
             self._counted_for = work, shapes
@@ -218,20 +220,21 @@ class Allowance:
 
     def snapshot(self) -> tuple[Any, ...]:
         """Return what ``count()`` changes, to be passed to ``restore()``."""
-        return self.costs, self.columns, self._counted_for
+        return self.costs, self.columns, self.others, self._counted_for
 
     def restore(self, snapshot: tuple[Any, ...], curvature: ModelCurvature) -> None:
         """Return to an earlier state."""
         if self.columns is not snapshot[1]:
             curvature.limit_columns(dict.fromkeys(curvature.layers) | (snapshot[1] or {}))
-        self.costs, self.columns, self._counted_for = snapshot
+        self.costs, self.columns, self.others, self._counted_for = snapshot
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         costs = None if self.costs is None else list(self.costs)
         columns = None if self.columns is None else {n: list(c) for n, c in self.columns.items()}
-        return {"costs": costs, "balances": list(self._balances), "columns": columns}
+        balances, others = list(self._balances), self.others
+        return {"costs": costs, "balances": balances, "columns": columns, "others": others}
 
     @staticmethod
     def check_state(state: Mapping[str, Any], curvature: ModelCurvature) -> None:
@@ -241,6 +244,7 @@ class Allowance:
     def load_state_dict(self, state: Mapping[str, Any], curvature: ModelCurvature) -> None:
         self.costs = None if state["costs"] is None else Costs(*state["costs"])
         self._balances = list(state["balances"])
+        self.others = state["others"]
         saved = state["columns"]
         self.columns = None if saved is None else {n: (a, b) for n, (a, b) in saved.items()}
         curvature.limit_columns(dict.fromkeys(curvature.layers) | (self.columns or {}))

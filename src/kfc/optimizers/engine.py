@@ -32,7 +32,6 @@ from kfc.fisher.losses import Losses
 from kfc.layers import Plan, find_layers
 from kfc.optimizers.allowance import INVERSES, STATISTICS, Allowance
 from kfc.optimizers.checks import check_model, check_options, described
-from kfc.optimizers.costs import work_of
 from kfc.optimizers.divergence import Divergence
 from kfc.optimizers.engine_state import EngineState
 from kfc.optimizers.fallback import Fallback
@@ -42,6 +41,7 @@ from kfc.optimizers.options import FisherClip
 from kfc.optimizers.skipping import SkippedSteps, cause
 from kfc.optimizers.startup import log_start
 from kfc.optimizers.steps import Scalar
+from kfc.optimizers.work import work_of
 from kfc.schedule import Budget, Periods, Schedule, longest
 from kfc.statistics.collector import Collector
 from kfc.statistics.hooks import ModelHooks
@@ -237,7 +237,8 @@ class Engine(EngineState):
                 *(self.allowance.snapshot(), self._replaces_guess),
             )
         if batch.moments:
-            self.allowance.count(self.curvature, work_of(batch, self.clip, self.reducer.size))
+            work = work_of(batch, self._other_work(), self.clip, self.reducer.size)
+            self.allowance.count(self.curvature, work)
         with self.schedule.timed("averages"), self.full_precision():
             self.curvature.update_(batch, replace=self._replaces_guess)
         if self.steps == 0:
@@ -246,6 +247,12 @@ class Engine(EngineState):
             self._replaces_guess = any(guess for (guess,) in guesses)
         elif batch.examples:
             self._replaces_guess = False
+
+    def _other_work(self) -> float:
+        """Return what passes do besides layers, the same on all ranks; see ``ModelWork``."""
+        if self.allowance.others is None:
+            return self.reducer.mean([self._hooks.others or 0.0])[0]
+        return self.allowance.others
 
     def refresh_inverses(self, damping: Callable[[str], Damping], *, at_once: bool = False) -> None:
         """Refresh the inverses that are due (T_f).

@@ -162,7 +162,7 @@ def check_allowance(
         sizes: how many numbers the lists ``costs`` and ``balances`` have.
     """
     what = "the allowance state's"
-    require_keys("allowance state", state, (*sizes, "columns"))
+    require_keys("allowance state", state, (*sizes, "columns", "others"))
     for name, size in sizes.items():
         numbers = state[name]
         if name == "costs" and numbers is None:
@@ -171,6 +171,8 @@ def check_allowance(
             raise ValueError(f"{what} {name} must be {size} numbers, got {shown(numbers)}")
         for number in numbers:
             require_number(f"{what} {name}", number, low=0.0 if name == "costs" else -math.inf)
+    if state["others"] is not None:
+        require_number(f"{what} others", state["others"])
     if state["columns"] is None:
         return
     require_keys("allowance state's columns", state["columns"], ())

@@ -5,7 +5,7 @@ from typing import Any
 
 from kfc._helpers import shown
 
-STATE_VERSION = 13
+STATE_VERSION = 14
 
 
 def versioned(state: Mapping[str, Any]) -> dict[str, Any]:

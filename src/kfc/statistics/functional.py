@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,19 @@ from torch.overrides import TorchFunctionMode
 
 from kfc.layers import InProjectionLayer, Layer
 from kfc.layers.functions import FUNCTIONS, arguments_of, is_call_of
-from kfc.statistics.backward import RecordedPass, output_edge
+from kfc.statistics.backward import output_edge
+from kfc.statistics.operations import operation
+
+
+class Recorder(Protocol):
+    """What calls of layers are reported to, such as ``RecordedPass``."""
+
+    wanted: Collection[str]
+
+    def record(
+        self, layer: str, inputs: Tensor, output: Tensor, edge: GradientEdge | None = None
+    ) -> None:
+        """Add one call of a layer."""
 
 
 class _Call(NamedTuple):
@@ -34,6 +46,8 @@ class FunctionalCalls(TorchFunctionMode):
     layer runs, and is dropped if the hook of its own module comes first. A layer that is
     ``functional`` has no such hook.
 
+    The multiply-adds of all calls are counted, too.
+
     Args:
         recorded: the pass in progress.
         layers: the layers of the model, by name.
@@ -42,13 +56,15 @@ class FunctionalCalls(TorchFunctionMode):
         found: the layers that ran without their modules.
     """
 
-    def __init__(self, recorded: RecordedPass, layers: Mapping[str, Layer]) -> None:
+    def __init__(self, recorded: Recorder, layers: Mapping[str, Layer]) -> None:
         super().__init__()
         self.found: set[str] = set()
         self._recorded, self._layers = recorded, layers
         self._names = {id(layers[name].weight): name for name in recorded.wanted}
         self._waiting: _Call | None = None
-        self._in_attention = False
+        self._in_attention = self._is_recording = False
+        # The multiply-adds of forward and backward passes, in layers and elsewhere.
+        self._own = self._others = 0.0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -58,6 +74,7 @@ class FunctionalCalls(TorchFunctionMode):
         if is_attention and set(types) <= {Tensor, nn.Parameter}:
             return self._attend(*args, **kwargs)
         output = func(*args, **kwargs)
+        self._count(func, args, kwargs, output)
         if func in FUNCTIONS and isinstance(output, Tensor) and output.requires_grad:
             arguments = arguments_of(func, args, kwargs)
             name = self._names.get(id(arguments["weight"]))
@@ -66,6 +83,19 @@ class FunctionalCalls(TorchFunctionMode):
             if name is not None and is_call_of(self._layers[name], func, arguments):
                 self._note(name, arguments["input"], output)
         return output
+
+    def _count(self, func: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        done = None if self._is_recording else operation(func, args, kwargs, output)
+        if done is not None:
+            bases = [getattr(each, "_base", None) for each in done.factors]
+            if any(id(each) in self._names for each in (*done.factors, *bases)):
+                self._own += 3 * done.multiply_adds
+            else:
+                self._others += done.with_backward()
+
+    def others(self) -> float:
+        """Return the multiply-adds that are not those of layers, relative to these."""
+        return self._others / self._own if self._own else 0.0
 
     def _note(self, name: str, inputs: Tensor, output: Tensor) -> None:
         self.record_waiting()
@@ -113,11 +143,16 @@ class FunctionalCalls(TorchFunctionMode):
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return is_last
 
-    def drop_waiting(self, layer: str) -> None:
-        """Process a hook of a layer's module, whose call is not to be recorded twice."""
+    def record_module(self, layer: str, inputs: Any, output: Any) -> None:
+        """Record a call of a layer's module, but not the function that the module calls."""
         if self._waiting is not None and self._waiting.layer == layer:
             self._waiting = None
         self.record_waiting()
+        self._is_recording = True  # what is computed now does not belong to the pass
+        try:
+            self._recorded.record(layer, inputs, output)
+        finally:
+            self._is_recording = False
 
     def record_waiting(self) -> None:
         """Record the call that waits, if there is one."""

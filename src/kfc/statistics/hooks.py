@@ -54,6 +54,10 @@ class ModelHooks:
         layers: the layers to record, by name.
         collector: what the hooks report to; held weakly.
         in_eval: whether passes in evaluation mode are recorded, too.
+
+    Attributes:
+        others: the multiply-adds of passes that are not those of layers, relative to these, in the
+            first pass that was recorded; ``None`` before.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class ModelHooks:
         # The layers whose modules run, and those that run without them.
         self._ran: set[str] = set()
         self._functional: set[str] = set()
+        self.others: float | None = None
         self._handles: list[RemovableHandle] = []
         me = weakref.ref(self)
         self._add(model.register_forward_pre_hook, _ModelHook(me, "_before_model"))
@@ -147,6 +152,7 @@ class ModelHooks:
             if not failed:
                 calls.record_waiting()
                 self._functional |= calls.found
+                self.others = calls.others() if self.others is None else self.others
 
     def _after_layer(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
@@ -159,11 +165,11 @@ class ModelHooks:
                 elements[name] = elements.get(name, 0) + output.numel()
         if recorded is None or name not in recorded.wanted or not self._layers[name].trained():
             return
-        if self._thread.calls is not None:
-            self._thread.calls.drop_waiting(name)
         self._ran.add(name)
         inputs = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
-        recorded.record(name, inputs, output)
+        calls: FunctionalCalls | None = self._thread.calls
+        record = recorded.record if calls is None else calls.record_module
+        record(name, inputs, output)
 
     def _after_model(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         recorded: RecordedPass | None = getattr(self._thread, "recorded", None)

@@ -21,9 +21,10 @@ from kfc.distributed.inverses import layer_size
 from kfc.distributed.options import PLACEMENTS, PlacementKind
 from kfc.distributed.placement import LayerSize, Placement, place
 from kfc.lab.planning.machine import Machine
-from kfc.optimizers.costs import Costs, Work, costs_of_layer, expected_work
+from kfc.optimizers.costs import Costs, costs_of_layer
 from kfc.optimizers.engine import Engine
 from kfc.optimizers.options import FisherClip
+from kfc.optimizers.work import Work, expected_work
 from kfc.schedule import longest
 
 # Bytes that a natural gradient moves for each byte of parameters.
@@ -59,7 +60,7 @@ class Task(NamedTuple):
         engine.allowance.limit_columns(engine.curvature, work)
         return cls(
             engine.curvature.layers,
-            work,
+            work.layers,
             sum(p.nbytes for p in engine.model.parameters() if p.requires_grad),
             passes,
             (longest(periods.statistics), longest(periods.inverse)),
