@@ -7,6 +7,8 @@ Times are CPU seconds of one thread; SGD, KFC and WhitenedAdam take steps in tur
 
     python benchmarks/models.py
     python benchmarks/models.py --again --only "timm/res*"
+
+--treatment repeats only how models are treated, with one step of KFC, and keeps the times.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import resource
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from fnmatch import fnmatch
 from importlib import import_module
 from importlib.util import find_spec
@@ -44,6 +47,8 @@ RESULTS, PAGE = ROOT / "docs" / "results" / "models.json", ROOT / "docs" / "mode
 FORKS = get_context("fork")
 MEMORY = 10 * 2**30
 LEAST_STEPS = 6
+# The smallest share of weights without curvature for which the table says why.
+NOTABLE = 0.02
 METHODS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9),
     "KFC": kfc.KFC,
@@ -68,7 +73,10 @@ is written by `make models`, which continues where it was interrupted;
 - **KFC**, **WhitenedAdam**: CPU time of a step on one thread, relative to SGD with momentum: of the
   median step / on average. Methods took **steps** in turns, so many of each, of which the first
   half is left out: refreshes and exact Fisher norms are most frequent in the first steps. With few
-  steps, costs are those of the start of training.
+  steps, costs are those of the start of training. Times may be older than the other columns
+  (`--treatment` repeats only these). Rows of timm were counted by an earlier version, which left
+  out layers without factors and took the passes of depthwise convolutions for cheaper.
+- **notes**: why a notable share of the weights has no curvature, and the first warning.
 
 {device}, torch {torch}, {versions}, {date}.
 
@@ -80,8 +88,8 @@ is written by `make models`, which continues where it was interrupted;
 # In the process of a model
 
 
-def measure(name: str, steps: int, seconds: float) -> dict[str, Any]:
-    """Return how a model is treated, and the times of steps."""
+def measure(name: str, steps: int, seconds: float, methods: Collection[str]) -> dict[str, Any]:
+    """Return how a model is treated, and the times of the steps of methods after the first."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, loss_of = ARCHITECTURES[name]()
@@ -92,15 +100,18 @@ def measure(name: str, steps: int, seconds: float) -> dict[str, Any]:
     logger = logging.getLogger("kfc")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
-    runs, failures = {}, {}
+    runs, failures, reasons = {}, {}, {}
     start = time.process_time()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for method, make in METHODS.items():
+        for method in methods:
             mine = copy.deepcopy(model)
             try:
-                run = stepper(mine, make(mine), loss_of)
+                optimizer = METHODS[method](mine)
+                run = stepper(mine, optimizer, loss_of)
                 run()
+                if isinstance(optimizer, kfc.KFC):
+                    reasons = without_curvature(optimizer)
             except Exception as error:
                 failures[method] = f"{type(error).__name__}: {error}"
             else:
@@ -118,10 +129,20 @@ def measure(name: str, steps: int, seconds: float) -> dict[str, Any]:
     found = [str(each.message) for each in caught if "kfc" in str(each.filename)]
     return {
         **understood(lines),
+        "without": reasons,
         "times": {method: [round(each, 5) for each in all_] for method, all_ in times.items()},
         "failures": failures,
         "warnings": list(dict.fromkeys(found)),
     }
+
+
+def without_curvature(optimizer: kfc.KFC) -> dict[str, float]:
+    """Return the shares of trained weights without a Fisher block, by the reason."""
+    trained = {n: p for n, p in optimizer.engine.model.named_parameters() if p.requires_grad}
+    total, shares = sum(p.numel() for p in trained.values()), Counter[str]()
+    for name, reason in optimizer.engine.plan.plain.items():
+        shares[reason] += trained[name].numel() / total if name in trained else 0
+    return {reason: round(share, 4) for reason, share in shares.most_common()}
 
 
 def stepper(
@@ -197,8 +218,10 @@ def row(name: str, result: dict[str, Any]) -> str:
 
 
 def remarks(result: dict[str, Any]) -> str:
-    """Return errors, and the first warning."""
+    """Return errors, why weights have no curvature if they are many, and the first warning."""
     found = [f"{method}: {text}" for method, text in result.get("failures", {}).items()]
+    shares = list(result.get("without", {}).items())[:1]
+    found += [f"{share:.1%}: {reason}" for reason, share in shares if share >= NOTABLE]
     found += [result["error"]] if "error" in result else result.get("warnings", [])[:1]
     texts = [re.sub(r"[\s|]+", " ", text) for text in found]
     return "; ".join(text if len(text) <= 160 else text[:157] + "..." for text in texts)
@@ -218,7 +241,9 @@ def page(content: dict[str, Any]) -> str:
 def run_model(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the results of a model from a process of its own."""
     receiver, sender = FORKS.Pipe(duplex=False)
-    options = sender, name, arguments.steps, arguments.seconds
+    methods = ["KFC"] if arguments.treatment else list(METHODS)
+    steps = 0 if arguments.treatment else arguments.steps
+    options = sender, name, steps, arguments.seconds, methods
     process = FORKS.Process(target=send_measurements, args=options)
     process.start()
     sender.close()
@@ -233,11 +258,11 @@ def run_model(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def send_measurements(sender: Connection, name: str, steps: int, seconds: float) -> None:
+def send_measurements(sender: Connection, name: str, *options: Any) -> None:
     """Measure a model in a process with little memory."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     try:
-        sender.send(measure(name, steps, seconds))
+        sender.send(measure(name, *options))
     except Exception as error:
         sender.send({"error": f"{type(error).__name__}: {error}"})
 
@@ -269,6 +294,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="*", help="a pattern of names, such as timm/res*")
     parser.add_argument("--again", action="store_true", help="also models that have results")
+    parser.add_argument("--treatment", action="store_true", help="repeat only the treatment")
     parser.add_argument("--steps", type=int, default=60, help="steps of each method, at most")
     parser.add_argument(
         "--seconds", type=float, default=30, help="CPU time after which no more steps begin"
@@ -283,9 +309,14 @@ def main() -> None:
         import_module(library)
     for name in ARCHITECTURES:
         known = recorded()["results"].get(name)
-        is_due = arguments.again or known is None or "error" in known or known["failures"]
+        is_due = known is None or "error" in known or known["failures"]
+        if arguments.treatment:
+            is_due = not is_due
+        is_due = is_due or arguments.again
         if fnmatch(name, arguments.only) and is_due:
             result = run_model(name, arguments)
+            if arguments.treatment and known and "error" not in result:
+                result |= {"times": known["times"]}
             print(row(name, result), flush=True)
             # Read again: models may be measured side by side.
             content = recorded() | {"settings": settings(), "machine": described_machine()}

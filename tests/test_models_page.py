@@ -4,6 +4,9 @@ import json
 
 import models
 import pytest
+from torch import nn
+
+import kfc
 
 LEAST_MODELS = 40
 
@@ -37,6 +40,18 @@ def test_the_line_of_a_model():
         "| `timm/x` | 1.25 M | 98.5% | 1.5 MiB | 800 B | 1.20 | 6 | 1.10 / 1.20 | 1.50 / 1.50 "
         "| a b c |"
     )
+
+
+def test_reasons_are_given_for_notable_shares_without_curvature():
+    reasons = {"Strange overrides forward": 0.1234, "no layer class for Stage": 0.01}
+    assert models.remarks({"without": reasons}) == "12.3%: Strange overrides forward"
+    assert models.remarks({"without": {"no layer class for Stage": 0.01}}) == ""
+
+
+def test_reasons_are_those_of_the_optimizer():
+    model = nn.Sequential(nn.Linear(4, 6), nn.LSTM(6, 2, bias=False))
+    found = models.without_curvature(kfc.KFC(model))
+    assert found == {"no layer class for LSTM": round(64 / 94, 4)}
 
 
 def test_failures_are_listed():
