@@ -1,5 +1,6 @@
 """Training with ``torch.compile``: the same parameters as eager training, and compiled graphs."""
 
+import gc
 import subprocess
 import sys
 
@@ -228,6 +229,25 @@ def test_failed_and_interrupted_passes_do_not_turn_compilation_off(graphs):
         other = torch.compile(sequential(), backend=graphs)
         other(torch.randn(2, 2, 4, 4))
         assert graphs.runs == before + 1
+
+
+def test_interrupted_models_that_are_gone_do_not_turn_compilation_off(graphs):
+    """Whatever the order in which they go."""
+    pairs = []
+    for _ in range(2):
+        model = seeded(Network)
+        compiled, optimizer = wrapped_after(model, kfc.KFC, graphs)
+        model.head.register_forward_hook(raising(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train(compiled, optimizer, steps=1)
+        pairs.append((model, compiled, optimizer))
+    del model, compiled, optimizer
+    while pairs:
+        del pairs[0]
+        gc.collect()
+    before = graphs.runs
+    torch.compile(sequential(), backend=graphs)(torch.randn(2, 2, 4, 4))
+    assert graphs.runs == before + 1
 
 
 def raising(error):

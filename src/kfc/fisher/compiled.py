@@ -5,6 +5,7 @@ Nothing here imports the compiler, which takes seconds, unless the user has done
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -70,14 +71,45 @@ def outside_of_compiled_graphs(*, callees: bool) -> Callable[[Function], Functio
     return mark
 
 
+class _EagerContexts:
+    """Turns compilation off while at least one context is open.
+
+    Contexts may end in any order: that of an interrupted pass ends when its model is collected.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # collecting a model may end a context in between
+        self._open = 0
+        self._stance: Any = None
+
+    def enter(self) -> None:
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+
+    def leave(self) -> None:
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                self._stance.__exit__(None, None, None)
+
+
+_CONTEXTS = _EagerContexts()
+
+
 @contextmanager
 def eagerly() -> Iterator[None]:
     """Run models eagerly in this context, compiled or not."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled
         yield
         return
-    with torch.compiler.set_stance("force_eager"):
+    _CONTEXTS.enter()
+    try:
         yield
+    finally:
+        _CONTEXTS.leave()
 
 
 def guard_hooks() -> None:
