@@ -29,7 +29,7 @@ def step(model, optimizer, seed: int = 0) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_a_module_of_the_same_shape_is_taken_up(kind, steps_before):
+def test_a_module_of_the_same_shape_is_trained(kind, steps_before):
     model = network()
     optimizer = kind(model, schedule=kfc.Periods(1, 1))
     for _ in range(steps_before):
