@@ -100,8 +100,14 @@ class Standardised(nn.Conv2d):
         flat = self.weight.reshape(1, self.out_channels, -1)
         gain = self.gain.view(-1) * flat.shape[-1] ** -0.5
         weight = F.batch_norm(flat, None, None, gain, training=True, eps=1e-6)
-        outputs = F.conv2d(x, weight.view_as(self.weight), self.bias, self.stride, self.padding)
-        return 1.7 * F.relu(outputs)
+        return F.conv2d(x, weight.view_as(self.weight), self.bias, self.stride, self.padding)
+
+
+class ScaledReLU(nn.Module):
+    """Keeps the variance of its inputs, after timm's ``ScaledReLU`` in networks of this kind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.7 * F.relu(x)
 
 
 def images(generator: torch.Generator) -> Callable[[], Batch]:
@@ -135,7 +141,8 @@ def problem(network: str, seed: int) -> tuple[nn.Module, Callable[[], Batch]]:
     if network == "vit":
         return VisionTransformer(), images(generator)
     if network == "standardised":
-        layers = [Standardised(3, 16), Standardised(16, 32), Standardised(32, 32)]
+        convolutions = [Standardised(3, 16), Standardised(16, 32), Standardised(32, 32)]
+        layers = [module for each in convolutions for module in (each, ScaledReLU())]
         return nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 10)), images(generator)
     indices, tokens = text()
 
@@ -147,22 +154,23 @@ def problem(network: str, seed: int) -> tuple[nn.Module, Callable[[], Batch]]:
     return (LanguageModel(tokens) if network == "gpt" else Recurrent(tokens)), draw
 
 
-def final_loss(network: str, seed: int, treatment: str, factor: float, updates: int) -> float:
-    model, draw = problem(network, seed)
+def final_loss(args: argparse.Namespace, seed: int) -> float:
+    """Return the mean loss of the last updates."""
+    model, draw = problem(args.network, seed)
     probe = kfc.KFC(model)
-    others = list(probe.engine.plan.plain)
+    others = [*probe.engine.plan.plain, *args.exclude]
     probe.close()
-    groups = [{"prefix": others, "treatment": treatment}]
-    optimizer = kfc.KFC(model, fallback_lr=3e-3 * factor, groups=groups, seed=0)
+    groups = [{"prefix": others, "treatment": args.treatment}]
+    optimizer = kfc.KFC(model, fallback_lr=3e-3 * args.factor, groups=groups, seed=0)
     losses = []
-    for _ in range(updates):
+    for _ in range(args.updates):
         inputs, targets = draw()
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs), targets)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    last = losses[-(updates // 6) :]
+    last = losses[-(args.updates // 6) :]
     return sum(last) / len(last)
 
 
@@ -172,12 +180,13 @@ def main() -> None:
     parser.add_argument("--network", choices=networks, default="lstm")
     parser.add_argument("--treatment", choices=("scaled", "plain"), default="scaled")
     parser.add_argument("--factor", type=float, default=1.0, help="fallback_lr over lr")
+    parser.add_argument("--exclude", nargs="*", default=[], help="layers without factors, too")
     parser.add_argument("--updates", type=int, default=250)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
     for seed in range(args.seeds):
-        loss = final_loss(args.network, seed, args.treatment, args.factor, args.updates)
+        loss = final_loss(args, seed)
         print(f"{args.network}, {args.treatment}, factor {args.factor:g}, seed {seed}: {loss:.3f}")
 
 

@@ -60,21 +60,6 @@ class Conv2dSame(nn.Conv2d):
         return F.conv2d(x, self.weight, self.bias, *options)
 
 
-class ScaledStdConv2d(nn.Conv2d):
-    """``timm.layers.ScaledStdConv2d``"""
-
-    def __init__(self, inputs, outputs, kernel_size):
-        super().__init__(inputs, outputs, kernel_size)
-        self.gain = nn.Parameter(torch.full((outputs, 1, 1, 1), 1.0))
-        self.scale = self.weight[0].numel() ** -0.5
-
-    def forward(self, x):
-        flat = self.weight.reshape(1, self.out_channels, -1)
-        gain = (self.gain * self.scale).view(-1)
-        weight = F.batch_norm(flat, None, None, weight=gain, training=True, momentum=0.0, eps=1e-6)
-        return F.conv2d(x, weight.reshape_as(self.weight), self.bias)
-
-
 class DropConnect(nn.Linear):
     def forward(self, x):
         return F.linear(x, F.dropout(self.weight, 0.5, self.training), self.bias)
@@ -223,7 +208,6 @@ def test_training_follows_that_of_the_stock_layer(kind):
 @pytest.mark.parametrize(
     "module",
     [
-        ScaledStdConv2d(2, 3, 2),
         DropConnect(3, 4),
         Scaled(3, 4),
     ],

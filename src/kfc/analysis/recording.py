@@ -193,7 +193,8 @@ def factored_layers(model: nn.Module) -> dict[str, MatrixLayer]:
         for name, layer in find_layers(model).layers.items()
         if isinstance(layer, MatrixLayer)
         and layer.trained()
-        and not (layer.one_hot or layer.functional or isinstance(layer, TiedEmbeddingLayer))
+        and not (layer.one_hot or layer.centred or layer.functional)
+        and not isinstance(layer, TiedEmbeddingLayer)
     }
 
 

@@ -56,7 +56,8 @@ class KroneckerCurvature(LayerCurvature):
 
     def new_statistics(self, inverse: Inverse | None) -> LayerStatistics:
         activation, derivative = self.may_be_rounded(inverse)
-        return FactorStatistics(self.layer, self.are_wide(), (activation, derivative))
+        rounded = activation and not self.layer.centred, derivative
+        return FactorStatistics(self.layer, self.are_wide(), rounded)
 
     def may_be_rounded(self, inverse: Inverse | None) -> tuple[bool, ...]:
         if not isinstance(inverse, FactoredInverse):

@@ -80,6 +80,8 @@ class MatrixLayer(Layer):
     roles: ClassVar[tuple[str, ...]] = ("bias", "weight")
     #: Whether inputs are indices of one-hot rows, so that Ω is diagonal.
     one_hot: ClassVar[bool] = False
+    #: Whether Ω is a difference of larger moments, so that products for it must not be rounded.
+    centred: ClassVar[bool] = False
 
     @property
     def groups(self) -> int:

@@ -29,6 +29,12 @@ from kfc.layers.convolution import (
     pad_same,
 )
 from kfc.layers.functions import FUNCTIONS, arguments_of, is_call_of
+from kfc.layers.standardised import (
+    StandardisedConvolutionLayer,
+    StandardisedSameConvolutionLayer,
+    gain_of,
+    standardised,
+)
 
 # The largest difference from the formula, relative to the largest output; probes are in float32.
 TOLERANCE = 1e-4
@@ -46,20 +52,20 @@ class Candidate(NamedTuple):
     """A layer class that may describe a module.
 
     Attributes:
-        layer: the class.
+        layer: the class, or a function that makes a layer of a module.
         shapes: the shapes of the inputs to compare on.
         formula: computes what such a layer computes, from the module and its inputs.
     """
 
-    layer: type[Layer]
+    layer: Callable[[Any], Layer]
     shapes: tuple[tuple[int, ...], ...]
     formula: Callable[[Any, Tensor], Tensor]
 
 
 class Found(NamedTuple):
-    """The class of a layer, and whether its calls are those of a function."""
+    """What makes the layer of a module, and whether its calls are those of a function."""
 
-    layer: type[Layer]
+    layer: Callable[[Any], Layer]
     functional: bool
 
 
@@ -98,10 +104,14 @@ def is_look_alike(module: nn.Module) -> bool:
 
 
 def _can_be_run(module: nn.Module) -> bool:
-    """Return whether only a weight, a bias and one argument decide about the module's output."""
+    """Return whether one argument and known parameters decide about the module's output.
+
+    These are a weight, a bias and, in a convolution, a gain.
+    """
     own = {role for role, p in module._parameters.items() if p is not None}
     others = [p for child in module.children() for p in child.parameters()]
-    if others or not {"weight"} <= own <= {"weight", "bias"}:
+    known = {"weight", "bias", gain_of(module) if isinstance(module, _ConvNd) else None}
+    if others or not {"weight"} <= own <= known:
         return False
     # Methods that were replaced belong to the module itself, not to a copy of it.
     attributes = module.__dict__.items()
@@ -121,9 +131,9 @@ def _can_be_run(module: nn.Module) -> bool:
 
 
 def _search(module: nn.Module, stock: type[Layer] | None) -> Found | None:
-    """Return the class of the first candidate whose formula the module computes, in both modes.
+    """Return the layer of the first candidate whose formula the module computes, in both modes.
 
-    Otherwise return the class that ``look_alike()`` was called with, if it fits.
+    Otherwise return that of the class that ``look_alike()`` was called with, if it fits.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     with _without_traces():
@@ -270,15 +280,46 @@ def _convolutions(module: _ConvNd) -> Iterator[Candidate]:
     shapes = _input_shapes(module)
     layer = TransposedConvolutionLayer if is_transposed else ConvolutionLayer
     yield Candidate(layer, shapes, base.forward)
-    if not is_transposed:
-        yield Candidate(SameConvolutionLayer, shapes, _same)
+    if is_transposed:
+        return
+    yield Candidate(SameConvolutionLayer, shapes, lambda m, x: _same(m, x, m.weight, m.bias))
+    if module.weight[0].numel() > 2:  # two entries are always constants when standardised
+        yield from _standardised(module, base._conv_forward, StandardisedConvolutionLayer)
+        yield from _standardised(module, _same, StandardisedSameConvolutionLayer)
 
 
-def _same(module: _ConvNd, inputs: Tensor) -> Tensor:
+def _same(module: _ConvNd, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     function = (F.conv1d, F.conv2d, F.conv3d)[len(module.kernel_size) - 1]
     padded = pad_same(inputs, module.kernel_size, module.stride, module.dilation)
-    options = module.stride, 0, module.dilation, module.groups
-    return function(padded, module.weight, module.bias, *options)
+    return function(padded, weight, bias, module.stride, 0, module.dilation, module.groups)
+
+
+def _standardised(
+    module: _ConvNd,
+    convolve: Callable[..., Tensor],
+    layer: type[StandardisedConvolutionLayer],
+) -> Iterator[Candidate]:
+    """Yield a convolution with the standardised weight, times the number that fits best.
+
+    Args:
+        convolve: computes the outputs from the module, its inputs, a weight and a bias.
+    """
+    shapes = _input_shapes(module)
+    generator = torch.Generator("cpu").manual_seed(1)
+    inputs = torch.randn(shapes[0], generator=generator, dtype=torch.float32, device="cpu")
+    zeros, weight = torch.zeros_like(module.weight), standardised(module)
+    try:
+        outputs = type(module).forward(module, inputs)
+        outputs = outputs - convolve(module, inputs, zeros, module.bias)
+        unit = convolve(module, inputs, weight, None)
+        scale = ((outputs * unit).sum() / unit.square().sum()).item()
+    except Exception:  # inputs that the module does not accept, or outputs of another shape
+        return
+
+    def formula(module: _ConvNd, inputs: Tensor) -> Tensor:
+        return convolve(module, inputs, scale * standardised(module), module.bias)
+
+    yield Candidate(partial(layer, gain=gain_of(module), scale=scale), shapes, formula)
 
 
 def _computes(probe: nn.Module, candidate: Candidate, generator: torch.Generator) -> bool:

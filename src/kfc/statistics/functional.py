@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from kfc.layers import InProjectionLayer, Layer
 from kfc.layers.functions import FUNCTIONS, arguments_of, is_call_of
 from kfc.statistics.backward import output_edge
-from kfc.statistics.operations import operation
+from kfc.statistics.operations import Operation, operation
 
 
 class Recorder(Protocol):
@@ -65,6 +65,8 @@ class FunctionalCalls(TorchFunctionMode):
         self._in_attention = self._is_recording = False
         # The multiply-adds of forward and backward passes, in layers and elsewhere.
         self._own = self._others = 0.0
+        # The last operation elsewhere, and its output.
+        self._last: tuple[Operation, Any] | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -92,6 +94,7 @@ class FunctionalCalls(TorchFunctionMode):
                 self._own += 3 * done.multiply_adds
             else:
                 self._others += done.with_backward()
+                self._last = done, output
 
     def others(self) -> float:
         """Return the multiply-adds that are not those of layers, relative to these."""
@@ -145,6 +148,11 @@ class FunctionalCalls(TorchFunctionMode):
 
     def record_module(self, layer: str, inputs: Any, output: Any) -> None:
         """Record a call of a layer's module, but not the function that the module calls."""
+        if self._last is not None and self._last[1] is output:
+            # The module multiplies by a weight that it computes from its own.
+            done, self._last = self._last[0], None
+            self._others -= done.with_backward()
+            self._own += 3 * done.multiply_adds
         if self._waiting is not None and self._waiting.layer == layer:
             self._waiting = None
         self.record_waiting()
