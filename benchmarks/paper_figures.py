@@ -301,7 +301,7 @@ def scan_table() -> str:
         "| errors at the end |",
         "|---|---|---|---|---|",
     ]
-    curves = [chosen(figure)["KFC"] for figure in ("figure4", "figure3-cifar10") if chosen(figure)]
+    curves = [chosen("figure4")["KFC"]] if chosen("figure4") else []
     curves += chosen("weight-decay").values()
     for curve in sorted(curves, key=lambda curve: float(curve.settings["weight_decay"])):
         marks = [curve.first_reaching(TRAIN, error) for error in (10.0, 6.0)]
