@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -24,6 +26,11 @@ from kfc.schedule import longest
 
 # So small that the loss of random labels does not diverge.
 LR = 1e-4
+
+# Let glibc keep freed memory. By default it returns large blocks to the system, and a step takes up
+# to a third longer because of the page faults of new ones: how many, depends on what else is in
+# memory.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**36)}
 
 
 class Subject(NamedTuple):
@@ -82,8 +89,21 @@ def measured_step(subject: Subject, ranks: int, placement: PlacementKind, thread
         threads: the threads of each process.
     """
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_train, (ranks, subject, placement, threads, folder), ranks)
+        with _environment(ALLOCATOR):
+            spawn(_train, (ranks, subject, placement, threads, folder), ranks)
         return Measured(*map(float, Path(folder, "seconds").read_text().split()))
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set variables for new processes, except those that are set already."""
+    new = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in new})
+    try:
+        yield
+    finally:
+        for name in new:
+            del os.environ[name]
 
 
 def _train(
