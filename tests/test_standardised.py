@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kfc
-from kfc.layers import find_layers
-from kfc.layers.standardised import StandardisedConvolutionLayer
+from kfc.layers import StandardisedConvolutionLayer, find_layers
 from reference import cross_entropy, derivative_factor
 from test_layers import Locations, after_one_batch
 

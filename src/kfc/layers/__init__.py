@@ -28,6 +28,10 @@ from kfc.layers.embedding import EmbeddingLayer, TiedEmbeddingLayer
 from kfc.layers.look_alikes import is_look_alike
 from kfc.layers.normalisation import mixes_examples
 from kfc.layers.registry import PlainGradient, Plan, find_layers, layer_for
+from kfc.layers.standardised import (
+    StandardisedConvolutionLayer,
+    StandardisedSameConvolutionLayer,
+)
 
 __all__ = [
     "ConvolutionLayer",
@@ -40,6 +44,8 @@ __all__ = [
     "PlainGradient",
     "Plan",
     "SameConvolutionLayer",
+    "StandardisedConvolutionLayer",
+    "StandardisedSameConvolutionLayer",
     "TiedEmbeddingLayer",
     "TransposedConvolutionLayer",
     "TransposedLinearLayer",

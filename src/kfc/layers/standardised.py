@@ -67,9 +67,8 @@ class StandardisedConvolutionLayer(ConvolutionLayer):
 
     def slopes(self) -> Tensor:
         """Return c_i of every row of the weight, (groups · I,)."""
-        with torch.no_grad():
-            gains = 1.0 if self._gain is None else self._parameter(self._gain).flatten()
-            return self._scale * gains / self._deviations().flatten()
+        gains = 1.0 if self._gain is None else self._parameter(self._gain).flatten()
+        return self._scale * gains / self._deviations().flatten()
 
     def example_gradients(
         self, source: Tensor | None, derivatives: Tensor, examples: int
