@@ -28,7 +28,7 @@ from kfc.schedule import longest
 LR = 1e-4
 
 # Let glibc keep freed memory. By default it returns large blocks to the system, and a step takes up
-# to a third longer because of the page faults of new ones: how many, depends on what else is in
+# to a third longer because of the page faults of new ones; how many depends on what else is in
 # memory.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**36)}
 
