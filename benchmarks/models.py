@@ -74,7 +74,7 @@ is written by `make models`, which continues where it was interrupted;
   median step / on average. Methods took **steps** in turns, so many of each, of which the first
   half is left out: refreshes and exact Fisher norms are most frequent in the first steps. With few
   steps, costs are those of the start of training. Times may be older than the other columns,
-  and from another processor (`--treatment` repeats only these).
+  and from another processor: `--treatment` repeats the other columns and keeps the times.
 - **notes**: why a notable share of the weights has no curvature, and the first warning.
 
 {device}, torch {torch}, {versions}, {date}.

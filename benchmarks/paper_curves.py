@@ -91,3 +91,8 @@ def read_curves(comparison: str) -> list[Curve]:
 def chosen(comparison: str) -> dict[str, Curve]:
     """Return the runs by name, without learning rates that were tried and dropped."""
     return {c.name: c for c in read_curves(comparison) if c.end != NOT_CHOSEN}
+
+
+def seeds_of(comparison: str) -> list[str]:
+    """Return a comparison and its repetitions with other seeds, ``<comparison>-seed<n>``."""
+    return [comparison, *sorted(path.stem for path in RESULTS.glob(f"{comparison}-seed*.jsonl"))]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drawing import Axis, Line, Panel, document, segment, text
-from paper_curves import NOT_CHOSEN, TEST, TRAIN, Curve, Row, chosen, collect, read_curves
+from paper_curves import NOT_CHOSEN, TEST, TRAIN, Curve, Row, chosen, collect, read_curves, seeds_of
 
 from kfc.lab.report.figures import LINE_COLOURS
 from kfc.lab.report.summary import END_REASONS
@@ -211,25 +211,38 @@ GOALS = tuple((TRAIN, error) for error in (30, 20, 10, 6)) + tuple(
 def results_of(drawing: Drawing) -> str:
     """Return the picture, and a table of what all methods needed to several errors."""
     curves = chosen(drawing.comparison)
-    methods = [name for name in drawing.methods if name in curves]
+    methods = {name: curves[name] for name in drawing.methods if name in curves}
     if not methods:
         return "Not run."
-    lines = [
-        f"![{drawing.title}: error and loss](pictures/{_file_of(drawing)})",
-        "",
-        f"| to reach | {' | '.join(methods)} |",
-        "|---" * (1 + len(methods)) + "|",
-    ]
+    picture = f"![{drawing.title}: error and loss](pictures/{_file_of(drawing)})"
+    return f"{picture}\n\n{goals_table(methods, drawing.count)}"
+
+
+def goals_table(curves: dict[str, Curve], count: str) -> str:
+    """Return a table of what runs needed to several errors, those that none reached left out.
+
+    Args:
+        count: the unit.
+    """
+    lines = [f"| to reach | {' | '.join(curves)} |", "|---" * (1 + len(curves)) + "|"]
     for measure, value in GOALS:
-        rows = [curves[name].first_reaching(measure, value) for name in methods]
+        rows = [curve.first_reaching(measure, value) for curve in curves.values()]
         if any(rows):
-            claim = Claim("", drawing.comparison, measure, value, drawing.count, ("", "", ""))
+            claim = Claim("", "", measure, value, count, ("", "", ""))
             cells = [_amount(row, claim) or "-" for row in rows]
             split = "training" if measure == TRAIN else "test"
             lines.append(f"| {value}% {split} error | {' | '.join(cells)} |")
-    ends = [f"{curves[name].last['update']:,}" for name in methods]
+    ends = [f"{curve.last['update']:,}" for curve in curves.values()]
     lines.append(f"| updates so far | {' | '.join(ends)} |")
     return "\n".join(lines)
+
+
+def baselines_table() -> str:
+    """Return the table of other methods than SGD, and of SGD and KFC from figure 3."""
+    others = chosen("baselines")
+    if not others:
+        return "Not run."
+    return goals_table({**chosen("figure3-cifar10"), **others}, "processor_seconds")
 
 
 def epoch_cost() -> str:
@@ -278,6 +291,20 @@ def runs_table(comparisons: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def seeds_table() -> str:
+    """Return a table of what SGD and KFC needed in figure 3 with each seed, and the ratios."""
+    lines = ["| to reach | SGD | KFC | SGD / KFC |", "|---|---|---|---|"]
+    runs = [chosen(name) for name in seeds_of("figure3-cifar10")]
+    for measure, value in ((TRAIN, 10.0), (TRAIN, 6.0), (TEST, 20.0), (TEST, 19.0)):
+        claim = Claim("", "", measure, value, "processor_seconds", ("", "", ""))
+        needed = [reached(curves, "KFC", "SGD", claim) for curves in runs]
+        ours, theirs, ratios = zip(*needed, strict=True)
+        split = "training" if measure == TRAIN else "test"
+        cells = ["<br>".join(each) for each in (theirs, ours, ratios)]
+        lines.append(f"| {value:g}% {split} error | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def rates_table() -> str:
     """Return a table of the learning rates that were tried, with their last training losses."""
     lines = ["| method | rate | updates | training loss | |", "|---|---|---|---|---|"]
@@ -320,7 +347,7 @@ COMPARISONS = (
     "figure4",
     "weight-decay",
     "baselines",
-    *(d.comparison for d in DRAWINGS if d.comparison != "figure4"),
+    *(name for d in DRAWINGS if d.comparison != "figure4" for name in seeds_of(d.comparison)),
 )
 
 
@@ -329,6 +356,8 @@ def tables() -> dict[str, str]:
     return {
         "headline": headline_table(),
         **{drawing.comparison: results_of(drawing) for drawing in DRAWINGS},
+        "seeds": seeds_table(),
+        "baselines": baselines_table(),
         "rates": rates_table(),
         "scan": scan_table(),
         "runs": runs_table(COMPARISONS),

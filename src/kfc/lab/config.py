@@ -66,7 +66,7 @@ class Problem:
     net: str = _data(None, f"{', '.join(NETWORKS)}; or your own network as module:function")
     init: str | None = _data(
         None,
-        "Initial weights: kaiming (glorot for autoencoders); cuda-convnet for its published ones",
+        'Initial weights: kaiming (glorot for autoencoders), or "cuda-convnet" as published',
     )
     inputs: str = _data(
         None,

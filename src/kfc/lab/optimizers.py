@@ -211,7 +211,7 @@ class KFCOptions(CurvatureOptions):
     clip: float = option(default_of(KFC, "clip").limit, CLIP)
     loss_bound: float = option(default_of(KFC, "clip").loss_bound, BOUND)
     overhead: float | None = option(
-        None, "Time that curvature may add to a step, as a fraction: 0.25 for a quarter"
+        None, "Choose periods by measured times, so that curvature adds this fraction to a step"
     )
 
     def __post_init__(self) -> None:

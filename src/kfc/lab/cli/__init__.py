@@ -94,7 +94,7 @@ def main(
       kfc inspect runs/cifar10-cuda-convnet-kfc
 
     Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 the run diverged, 130 interrupted,
-    141 the reader of the output has gone.
+    141 the output pipe was closed.
     """
     command = context.invoked_subcommand
     if Launch.from_environment().size > 1 and command != "train":

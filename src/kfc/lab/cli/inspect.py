@@ -71,7 +71,7 @@ Out = Annotated[
     typer.Option("--out", "-o", help=f"HTML page to write; default: {PAGE}, none with --json."),
 ]
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Print JSON instead of tables, and nothing else.")
+    bool, typer.Option("--json", help="Print JSON in place of tables; all else goes to stderr.")
 ]
 
 

@@ -30,11 +30,11 @@ Ranks = Annotated[
 ]
 Network = Annotated[
     float | None,
-    typer.Option(help="GB/s that a rank sends. Default: measured between two processes."),
+    typer.Option(help="Bandwidth of a rank in GB/s. Default: measured between two processes."),
 ]
 Latency = Annotated[
     float | None,
-    typer.Option(help="µs until a message arrives. Default: measured between two processes."),
+    typer.Option(help="Latency of a message in µs. Default: measured between two processes."),
 ]
 Check = Annotated[
     str | None,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from shlex import quote
@@ -32,7 +32,7 @@ from kfc.lab.data.loading import create_data_folder
 from kfc.lab.disk import RunError
 from kfc.lab.networks import require_trusted
 from kfc.lab.optimizers import all_optimizer_options
-from kfc.lab.options import ConfigError, duration
+from kfc.lab.options import ConfigError, Option, duration
 from kfc.lab.processes.ranks import Launch, failing_together, joined
 from kfc.lab.runs import RemoteFolder, RunFolder, is_of_job, read_end
 from kfc.lab.training import Trainer
@@ -47,8 +47,19 @@ def train_parameters() -> Iterator[inspect.Parameter]:
         if declared.name == "weight_decay":
             for owners in all_optimizer_options().values():
                 defaults = {optimizer: each.default for optimizer, each in owners.items()}
-                shared = next(iter(owners.values()))
-                yield parameter(shared, panel=OPTIMIZER, defaults=defaults)
+                yield parameter(_of_all(owners), panel=OPTIMIZER, defaults=defaults)
+
+
+def _of_all(owners: Mapping[str, Option]) -> Option:
+    """Return an option of several optimizers, whose help says what it means to each of them."""
+    meanings: dict[str, list[str]] = {}
+    for optimizer, declared in owners.items():
+        meanings.setdefault(declared.help, []).append(optimizer)
+    option = next(iter(owners.values()))
+    if len(meanings) == 1:
+        return option
+    parts = [f"{text} ({', '.join(names)})" for text, names in meanings.items()]
+    return replace(option, help="; ".join(parts))
 
 
 TIMEOUT = typer.Option(

@@ -56,7 +56,7 @@ class InspectionSettings:
     budget: float = _option(
         300.0,
         'Time for each network, such as "90s", "5m" or "1h", from which the numbers of examples '
-        "and batches are chosen; by default 5m",
+        "and batches are chosen",
         parse=duration,
     )
     # A single example has no spread.
