@@ -51,7 +51,7 @@ def described(optimizer, word: str) -> set[str]:
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("momentum", [0.0, 0.8])
 def test_updates_are_those_of_adam_in_place_of_the_gradient(momentum, decay):
-    """m ← μm - α √(1 - μ²) (g + λθ) / (√v̂ + ε), θ ← θ + m; v of the gradients of the loss."""
+    """m ← μm - α √(1 - μ²) (g + λθ) / (√(v̂ + (λθ)²) + ε), θ ← θ + m; v of the loss's gradients."""
     model = Bare()
     optimizer = kfc.KFC(model, lr=0.1, momentum=momentum, clip=None, weight_decay=decay)
     assert described(optimizer, "scaled gradient") == set(OTHERS)
@@ -62,8 +62,9 @@ def test_updates_are_those_of_adam_in_place_of_the_gradient(momentum, decay):
         for name in OTHERS:
             parameter = model.get_parameter(name)
             squares[name] = 0.99 * squares[name] + 0.01 * parameter.grad**2
-            deviation = (squares[name] / (1 - 0.99**step)).sqrt() + 1e-8
-            direction = (parameter.grad + decay * before[name]) / deviation
+            penalty = decay * before[name]
+            deviation = (squares[name] / (1 - 0.99**step) + penalty**2).sqrt() + 1e-8
+            direction = (parameter.grad + penalty) / deviation
             rate = 0.1 * math.sqrt(1 - momentum**2)
             moved[name] = momentum * moved[name] - rate * direction
             torch.testing.assert_close(parameter.detach(), before[name] + moved[name])
@@ -84,6 +85,35 @@ def test_steps_have_the_length_of_the_rate_with_any_momentum():
             if step >= 30:
                 lengths.append((model["weight"].detach() - before).square().mean().sqrt())
         assert torch.stack(lengths).mean().item() == pytest.approx(0.01, rel=0.1)
+
+
+class Positions(nn.Module):
+    """Adds the first rows of a longer table to its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(0.02 * torch.randn(64, 16))
+        self.layer, self.head = nn.Linear(10, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head((self.layer(x) + self.table[: x.shape[1]]).relu().mean(1))
+
+
+def test_weight_decay_does_not_throw_elements_without_a_gradient():
+    model = Positions()
+    optimizer = kfc.KFC(model, lr=0.01, weight_decay=1e-3, seed=0)
+    x = torch.randn(64, 8, 10)
+    y = x[..., :4].mean(1).argmax(1)
+    for _ in range(100):
+        before = model.table.detach()[8:].clone()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        # Momentum adds up equal steps.
+        limit = 0.01 * math.sqrt(1 - 0.9**2) / (1 - 0.9)
+        assert (model.table.detach()[8:] - before).abs().max() < 1.01 * limit
+    assert loss < 0.2
 
 
 def test_the_gradient_as_it_is():

@@ -245,7 +245,7 @@ class CurvatureOptimizer(CheckpointedOptimizer):
     def _diagonals(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the diagonal block of every parameter with a scaled gradient, by name."""
         scaled = [
-            Scaled(name, self.state[parameter], float(group["momentum"]))
+            Scaled(name, parameter, self.state[parameter], group["momentum"], group["weight_decay"])
             for group, parameters, names in self._by_group(gradients)
             if group[TREATMENT] == SCALED
             for name, parameter in zip(names, parameters, strict=True)

@@ -142,7 +142,7 @@ class KFC(CurvatureOptimizer):
         excess = excess_of_step(engine, loss) if self._bound else None  # E: loss minus its least
         engine.refresh_inverses(self._layer_damping)  # T_f: (Ω ⊗ Γ)⁻¹, damped by λ + γ
         update = self._add_weight_decay(gradients)  # ∇h: gradient of the loss, plus λθ
-        diagonals = self._diagonals(gradients)  # √v̂ + ε of parameters without a Fisher block
+        diagonals = self._diagonals(gradients)  # of parameters without a Fisher block
         products = engine.solve_(update, diagonals)  # F̂⁻¹∇h (eqn 11); returns ∇hᵀF̂⁻¹∇h
         if products is None:
             return  # a gradient is not finite: the step is skipped

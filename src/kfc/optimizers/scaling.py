@@ -1,9 +1,10 @@
 """Scaled gradients: a diagonal block for parameters that have no Fisher block.
 
-The block is D = (√v̂ + ε) / √(1 - μ²), with the second moments v of the parameter's gradients as in
-Adam: v ← β v + (1 - β) g² begins at zero, and v̂ = v / (1 - βᵗ) after t updates. Momentum multiplies
-the mean square of independent updates by 1 / (1 - μ²), so that with any μ the root mean square of a
-step is α, as that of normalised gradients without momentum.
+The block is D = (√(v̂ + (λθ)²) + ε) / √(1 - μ²), with the second moments v of the parameter's
+gradients as in Adam: v ← β v + (1 - β) g² begins at zero, and v̂ = v / (1 - βᵗ) after t updates.
+Momentum multiplies the mean square of independent updates by 1 / (1 - μ²), so that with any μ the
+root mean square of a step is α, as that of normalised gradients without momentum. The gradient λθ of
+the penalty limits the step of an entry whose g is zero.
 """
 
 import math
@@ -21,11 +22,13 @@ DECAY, EPSILON = 0.99, 1e-8
 
 
 class Scaled(NamedTuple):
-    """A parameter with such a block: its name, its state and its momentum μ."""
+    """A parameter with such a block: its name, its state, and μ and λ."""
 
     name: str
+    parameter: Tensor
     state: dict[str, Any]
     momentum: float
+    weight_decay: float
 
 
 class GradientScales:
@@ -47,14 +50,17 @@ class GradientScales:
             gradients: gradients of the loss, without weight decay, by name.
         """
         self._proposed, found = [], {}
-        for name, state, momentum in parameters:
+        for name, parameter, state, momentum, weight_decay in parameters:
             gradient = at_least_float32(gradients[name])
             old = _moments(state, gradient)
             count = old[STEP] + 1
             square = torch.lerp(old[SQUARE], gradient * gradient, 1 - DECAY)
             self._proposed.append((state, {STEP: count, SQUARE: square}))
-            deviation = (square / (1 - DECAY**count)).sqrt_().add_(EPSILON)
-            found[name] = deviation.div_(math.sqrt(1 - momentum**2))
+            mean = square / (1 - DECAY**count)
+            if weight_decay:
+                current = at_least_float32(parameter.detach())
+                mean.addcmul_(current, current, value=weight_decay**2)
+            found[name] = mean.sqrt_().add_(EPSILON).div_(math.sqrt(1 - momentum**2))
         return found
 
     def keep_(self, bad: Tensor | None) -> None:
