@@ -322,3 +322,41 @@ def test_statistics_of_a_frozen_layer_are_kept_and_checked():
     state["curvature"]["curvature"]["layers"]["4"]["running"][0] = torch.eye(3).unsqueeze(0)
     with pytest.raises(ValueError, match=r"4: .*\(1, 3, 3\)"):
         other.optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "preconditioner"])
+@pytest.mark.parametrize("roles", [{"weight"}, {"bias"}, {"weight", "bias"}])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_state_is_loaded_after_a_layer_was_frozen(method, roles, steps):
+    """Also into an optimizer that has never seen the layer trained."""
+
+    def freeze(run):
+        for role in roles:
+            run.model[4].get_parameter(role).requires_grad_(False)
+
+    one = Run(METHODS[method])
+    one.train(2)
+    freeze(one)
+    one.train(steps)
+    state = copy.deepcopy(one.optimizer.state_dict())
+    other = Run(METHODS[method])
+    freeze(other)
+    other.optimizer.load_state_dict(state)
+    other.model.load_state_dict(one.model.state_dict())
+    other.train(1)
+    assert all(p.isfinite().all() for p in other.model.parameters())
+
+
+@pytest.mark.usefixtures("asynchronous")
+def test_a_state_saved_after_a_skipped_step_is_loaded():
+    """In that step, the estimate of the clip is not a number."""
+    run = Run(lambda model: kfc.KFC(model, schedule=kfc.Periods(10, 10), seed=0))
+    run.train(32)
+    run.model.zero_grad()
+    F.cross_entropy(run.model(torch.randn(6, 1, 4, 4)), torch.randint(3, (6,))).backward()
+    run.model[4].weight.grad[0, 0] = math.nan
+    with pytest.warns(UserWarning, match="skipped"):
+        run.optimizer.step()
+        state = run.optimizer.state_dict()
+    other = Run(lambda model: kfc.KFC(model, schedule=kfc.Periods(10, 10), seed=0))
+    other.optimizer.load_state_dict(state)

@@ -142,6 +142,7 @@ class NormClip:
             self._count_low(known)
             return known
         factor = (self.limit / (ratio * estimate.clamp_min(0))).clamp(max=1).sqrt()
+        factor = factor.nan_to_num(1.0)  # of a step that will be skipped
         guarded, before = (factor < 1).long(), state.guards
         before = moved(before, guarded.device) if isinstance(before, Tensor) else before
         self._state = state._replace(age=age, guards=guarded + before, factor=factor)

@@ -38,6 +38,7 @@ class Part(NamedTuple):
         low: its lowest entry.
         is_whole: whether its entries are whole numbers.
         is_symmetric: whether it consists of symmetric matrices.
+        other_shapes: shapes that it may have instead.
     """
 
     shape: Sequence[int]
@@ -45,6 +46,7 @@ class Part(NamedTuple):
     low: float = -math.inf
     is_whole: bool = False
     is_symmetric: bool = False
+    other_shapes: Sequence[Sequence[int]] = ()
 
     def dtype(self, parameter: Tensor) -> torch.dtype:
         """Return the dtype in which the part is kept."""
@@ -54,7 +56,10 @@ class Part(NamedTuple):
 
     def check(self, name: str, value: object) -> None:
         """Raise ``ValueError`` unless a saved value is such a part."""
-        found = require_tensor(name, value, self.shape, low=self.low)
+        shape = self.shape
+        if isinstance(value, Tensor) and value.shape in self.other_shapes:
+            shape = value.shape
+        found = require_tensor(name, value, shape, low=self.low)
         if self.is_whole and not torch.equal(found, found.round()):
             raise ValueError(f"{name} must be a whole number, got {found.tolist()}")
         if self.is_symmetric:

@@ -347,8 +347,12 @@ class WhitenedAdam(CurvatureOptimizer):
         if is_matrix:
             geometry = plan.layers[plan.layer_of[name][0]]
             assert isinstance(geometry, MatrixLayer)
-            columns, rows = geometry.factor_sizes()
-            shape = geometry.groups, rows, columns if part == SQUARE else rows
+            matrix = geometry.weight_to_matrix(torch.empty(geometry.weight.shape, device="meta"))
+            groups, rows, columns = matrix.shape
+            if part == SQUARE:  # of weight and bias, or of the one that was trained
+                shapes = [(groups, rows, size) for size in (columns + 1, columns, 1)]
+                return Part(shapes[0], low=0.0, other_shapes=shapes[1:])
+            shape = groups, rows, rows
         low = 0.0 if part == SQUARE else -math.inf
         return Part(shape, low=low, is_symmetric=part == GRAM)
 
