@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import kfc
+from kfc.curvature.gradients import SquaredGradients
+from kfc.curvature.kronecker import Bases
 from kfc.layers import StandardisedConvolutionLayer, find_layers
 from reference import cross_entropy, derivative_factor
 from test_layers import Locations, after_one_batch
@@ -244,7 +246,65 @@ def test_a_gain_of_zero_moves():
     assert (model[2].gain != 0).any()
 
 
+@pytest.mark.parametrize("epsilon", [0.0, 1e-10, 1e-6, 1e-3])
+def test_epsilon_is_found_by_what_the_module_computes(epsilon):
+    """Whatever its name is, and also if the weight is small."""
+
+    class Literal(nn.Conv2d):
+        def forward(self, x):
+            rows = self.weight.flatten(1)
+            variance, mean = torch.var_mean(rows, dim=1, unbiased=False, keepdim=True)
+            weight = 0.7 * ((rows - mean) / (variance + epsilon).sqrt()).view_as(self.weight)
+            return F.conv2d(x, weight, self.bias)
+
+    for size in (1.0, 1e-3, 1e-5):
+        module = Literal(4, 3, 3).double()
+        with torch.no_grad():
+            module.weight.mul_(size)
+        variances = module.weight.detach().flatten(1).var(1, unbiased=False)
+        expected = 0.7 / (variances + epsilon).sqrt()
+        torch.testing.assert_close(layer_of(module).slopes(), expected, rtol=1e-3, atol=0.0)
+
+
+def test_a_weight_of_zeros_trains():
+    torch.manual_seed(0)
+    layers = StdConv2d(3, 8, 3), nn.ReLU(), StdConv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 3)
+    model = nn.Sequential(*layers).double()
+    nn.init.zeros_(model[2].weight)
+    optimizer = kfc.KFC(model, seed=0)
+    x, y = torch.randn(16, 3, 6, 6), torch.randint(3, (16,))
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    assert optimizer.diagnostics["skipped_steps"] == 0
+    assert loss < 0.8
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_squares_of_gradients(size):
+    """Also at one location, where they would be products without the projection."""
+    module = prepared(ScaledStdConv2d(2, 3, 3))
+    inputs = torch.randn(5, 2, size, size)
+    output = module(inputs)
+    derivatives = torch.randn_like(output)
+    squares = SquaredGradients(layer_of(module), Bases())
+    squares.backward(squares.forward(inputs, output), derivatives, 5)
+    expected = torch.zeros_like(module.weight)
+    for example in range(5):
+        loss = (module(inputs[example, None]) * derivatives[example]).sum()
+        expected += torch.autograd.grad(loss, module.weight)[0].square()
+    found = squares.moments(5)[0].total.view_as(expected)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_what_is_not_such_a_convolution():
+    class OtherDeviation(nn.Conv2d):
+        def forward(self, x):
+            deviation, mean = torch.std_mean(self.weight, dim=[1, 2, 3], keepdim=True)
+            return F.conv2d(x, (self.weight - mean) / (deviation + 1e-5), self.bias)
+
     class OtherGain(ScaledStdConv2d):
         def forward(self, x):
             return super().forward(x) * self.gain.abs().max()
@@ -253,7 +313,8 @@ def test_what_is_not_such_a_convolution():
         def forward(self, x):
             return super().forward(x).relu()
 
-    for module in (OtherGain(2, 3, 2), WithActivation(2, 3, 2), ScaledStdConv2d(2, 3, 1)):
+    others = OtherGain, WithActivation, OtherDeviation
+    for module in (*(kind(2, 3, 2) for kind in others), ScaledStdConv2d(2, 3, 1)):
         plan = find_layers(nn.Sequential(module))
         assert not plan.layers, module
         assert len(plan.plain) == len(list(module.parameters()))

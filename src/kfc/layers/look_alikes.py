@@ -6,6 +6,7 @@ the global random state are not touched.
 """
 
 import inspect
+import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,11 +56,13 @@ class Candidate(NamedTuple):
         layer: the class, or a function that makes a layer of a module.
         shapes: the shapes of the inputs to compare on.
         formula: computes what such a layer computes, from the module and its inputs.
+        sizes: factors of the weight to compare with.
     """
 
     layer: Callable[[Any], Layer]
     shapes: tuple[tuple[int, ...], ...]
     formula: Callable[[Any, Tensor], Tensor]
+    sizes: tuple[float, ...] = (1.0,)
 
 
 class Found(NamedTuple):
@@ -299,38 +302,66 @@ def _standardised(
     convolve: Callable[..., Tensor],
     layer: type[StandardisedConvolutionLayer],
 ) -> Iterator[Candidate]:
-    """Yield a convolution with the standardised weight, times the number that fits best.
+    """Yield a convolution with the standardised weight, with the κ and ε that fit best.
+
+    Outputs are κ / √(1 + ε/v) times those with ε = 0, v being the variance of a row of the weight.
+    So two sizes of the weight tell both numbers.
 
     Args:
         convolve: computes the outputs from the module, its inputs, a weight and a bias.
     """
-    shapes = _input_shapes(module)
+    shapes, small = _input_shapes(module), 1e-5
     generator = torch.Generator("cpu").manual_seed(1)
     inputs = torch.randn(shapes[0], generator=generator, dtype=torch.float32, device="cpu")
-    zeros, weight = torch.zeros_like(module.weight), standardised(module)
+    unit = standardised(module)
+
+    def ratios(size: float) -> Tensor:
+        """Return the outputs of every map relative to those with ε = 0 and κ = 1."""
+        with _weight_times(module, size):
+            outputs = type(module).forward(module, inputs.clone())
+        outputs = outputs - convolve(module, inputs, torch.zeros_like(unit), module.bias)
+        plain = convolve(module, inputs, unit, None)
+        outputs, plain = (maps.transpose(0, 1).flatten(1) for maps in (outputs, plain))
+        return (outputs * plain).sum(1) / plain.square().sum(1)
+
     try:
-        outputs = type(module).forward(module, inputs)
-        outputs = outputs - convolve(module, inputs, zeros, module.bias)
-        unit = convolve(module, inputs, weight, None)
-        scale = ((outputs * unit).sum() / unit.square().sum()).item()
+        usual, tiny = ratios(1.0), ratios(small)
     except Exception:  # inputs that the module does not accept, or outputs of another shape
         return
+    variances = module.weight.flatten(1).var(1, unbiased=False)
+    rest = (tiny / small).square() - usual.square()
+    epsilons = variances * (usual.square() - tiny.square()) / rest
+    epsilon = epsilons.median().clamp_min(0).item()
+    scale = (usual * (1 + epsilon / variances).sqrt()).median().item()
 
     def formula(module: _ConvNd, inputs: Tensor) -> Tensor:
-        return convolve(module, inputs, scale * standardised(module), module.bias)
+        return convolve(module, inputs, scale * standardised(module, epsilon), module.bias)
 
-    yield Candidate(partial(layer, gain=gain_of(module), scale=scale), shapes, formula)
+    made = partial(layer, gain=gain_of(module), scale=scale, epsilon=epsilon)
+    yield Candidate(made, shapes, formula, sizes=(1.0, 1e-2, 1e-4))
+
+
+@contextmanager
+def _weight_times(module: nn.Module, factor: float) -> Iterator[None]:
+    weight = module.get_parameter("weight")
+    before = weight.clone()
+    weight.mul_(factor)
+    try:
+        yield
+    finally:
+        weight.copy_(before)
 
 
 def _computes(probe: nn.Module, candidate: Candidate, generator: torch.Generator) -> bool:
-    for shape in candidate.shapes:
+    for shape, size in itertools.product(candidate.shapes, candidate.sizes):
         inputs = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         for training in (True, False):
             probe.train(training)
             try:
-                expected = candidate.formula(probe, inputs)
-                # Not the call of the module, which would run hooks
-                outputs = type(probe).forward(probe, inputs.clone())
+                with _weight_times(probe, size):
+                    expected = candidate.formula(probe, inputs)
+                    # Not the call of the module, which would run hooks
+                    outputs = type(probe).forward(probe, inputs.clone())
             except Exception:  # inputs that the module does not accept
                 return False
             if not isinstance(outputs, Tensor) or outputs.shape != expected.shape:

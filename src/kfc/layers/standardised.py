@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
 from kfc.layers.base import MatrixLayer
@@ -27,14 +27,17 @@ class StandardisedConvolutionLayer(ConvolutionLayer):
     Args:
         gain: the name of the parameter g; ``None`` if there is none.
         scale: κ.
+        epsilon: ε.
     """
 
     roles: ClassVar[tuple[str, ...]] = ("weight",)
     centred: ClassVar[bool] = True
 
-    def __init__(self, module: _ConvNd, gain: str | None = None, scale: float = 1.0) -> None:
+    def __init__(
+        self, module: _ConvNd, gain: str | None = None, scale: float = 1.0, epsilon: float = 0.0
+    ) -> None:
         super().__init__(module)
-        self._gain, self._scale = gain, scale
+        self._gain, self._scale, self._epsilon = gain, scale, epsilon
 
     # Ω
 
@@ -85,7 +88,7 @@ class StandardisedConvolutionLayer(ConvolutionLayer):
     def _deviations(self) -> Tensor:
         """Return s_i, (groups, I, 1)."""
         variances = self._rows().var(-1, unbiased=False, keepdim=True)
-        return (variances + epsilon(self.module)).sqrt()
+        return (variances + self._epsilon).sqrt()
 
     def _parameter(self, name: str) -> Tensor:
         parameter = self.module._parameters[name]
@@ -95,12 +98,6 @@ class StandardisedConvolutionLayer(ConvolutionLayer):
 
 class StandardisedSameConvolutionLayer(StandardisedConvolutionLayer, SameConvolutionLayer):
     """The same after ``pad_same()``, as ``ScaledStdConv2dSame`` of timm."""
-
-
-def epsilon(module: nn.Module) -> float:
-    """Return ε of a module that standardises, by the name that it usually has."""
-    eps = getattr(module, "eps", 0.0)
-    return float(eps) if isinstance(eps, (int, float)) else 0.0
 
 
 def gain_of(module: _ConvNd) -> str | None:
@@ -114,11 +111,11 @@ def gain_of(module: _ConvNd) -> str | None:
     return others[0] if sizes == [module.out_channels] else None
 
 
-def standardised(module: _ConvNd) -> Tensor:
+def standardised(module: _ConvNd, epsilon: float = 0.0) -> Tensor:
     """Return the standardised weight of a module times its gain, without κ."""
     rows = module.weight.flatten(1)
     variances, means = torch.var_mean(rows, dim=1, unbiased=False, keepdim=True)
-    rows = (rows - means) / (variances + epsilon(module)).sqrt()
+    rows = (rows - means) / (variances + epsilon).sqrt()
     gain = gain_of(module)
     if gain is not None:
         rows = rows * module.get_parameter(gain).view(-1, 1)

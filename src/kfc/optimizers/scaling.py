@@ -3,8 +3,8 @@
 The block is D = (√(v̂ + (λθ)²) + ε) / √(1 - μ²), with the second moments v of the parameter's
 gradients as in Adam: v ← β v + (1 - β) g² begins at zero, and v̂ = v / (1 - βᵗ) after t updates.
 Momentum multiplies the mean square of independent updates by 1 / (1 - μ²), so that with any μ the
-root mean square of a step is α, as that of normalised gradients without momentum. The gradient λθ of
-the penalty limits the step of an entry whose g is zero.
+root mean square of a step is α, as that of normalised gradients without momentum. The gradient λθ
+of the penalty limits the step of an entry whose g is zero.
 """
 
 import math
