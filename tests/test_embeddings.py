@@ -25,9 +25,11 @@ class OneHot(nn.Module):
 
     def forward(self, indices):
         rows = F.one_hot(indices, self.linear.in_features).to(self.linear.weight)
-        if self.padding is not None:
-            rows[..., self.padding] = 0
-        return self.linear(rows)
+        if self.padding is None:
+            return self.linear(rows)
+        rows[..., self.padding] = 0
+        outputs, is_padding = self.linear(rows), (indices == self.padding).unsqueeze(-1)
+        return torch.where(is_padding, outputs.detach(), outputs)
 
 
 @pytest.mark.parametrize("padding", [None, 2])
@@ -49,15 +51,30 @@ def test_factors_and_natural_gradient(padding, shape, max_factor_size):
     assert found.activation.shape == (7,)
     # The dense Ω of the linear layer is diagonal, and nothing is lost.
     torch.testing.assert_close(torch.diag(found.activation), expected.activation)
-    torch.testing.assert_close(found.derivative, expected.derivative)
-    ratio = (expected.activation.trace() / 7) / (expected.derivative.trace() / 3)
+    # The mean is that over the indices that are no padding.
+    real = len(indices.flatten()) if padding is None else int((indices != padding).sum())
+    derivative = expected.derivative * indices.numel() / real
+    torch.testing.assert_close(found.derivative, derivative)
+    ratio = (expected.activation.trace() / 7) / (derivative.trace() / 3)
     pi, root = ratio.sqrt(), 0.1**0.5
     dense = torch.kron(
         expected.activation + pi * root * torch.eye(7),
-        expected.derivative + root / pi * torch.eye(3),
+        derivative + root / pi * torch.eye(3),
     )
     solution = torch.linalg.solve(dense, gradient.T.flatten())
     torch.testing.assert_close(embedding.weight.grad.flatten(), solution)
+
+
+def test_a_batch_of_padding_alone():
+    model = nn.Sequential(nn.Embedding(7, 3, padding_idx=1), nn.Flatten(), nn.Linear(6, 4))
+    optimizer = kfc.KFC(model, seed=0)
+    for step in range(4):
+        indices = torch.randint(7, (16, 2)) if step % 2 else torch.ones(16, 2, dtype=torch.long)
+        optimizer.zero_grad()
+        F.cross_entropy(model(indices), torch.randint(4, (16,))).backward()
+        optimizer.step()
+        assert optimizer.factors["0"].derivative.isfinite().all()
+    assert optimizer.diagnostics["skipped_steps"] == 0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,6 +172,17 @@ class KroneckerCurvature(LayerCurvature):
 MOST_ROUNDED_ROWS = 2**16
 
 
+class _Kept(NamedTuple):
+    """What ``backward()`` needs of a call: its ``activation_sums()``, used up by the first draw.
+
+    Attributes:
+        mask: 1 for every row of the factors, (rows,); ``None`` if there is no padding.
+    """
+
+    sums: list[tuple[Any, ...]]
+    mask: Tensor | None
+
+
 class FactorStatistics(LayerStatistics):
     """Ω: summed over rows, mean over examples. Γ: mean over rows (Theorem 2, eqn 32).
 
@@ -195,12 +206,12 @@ class FactorStatistics(LayerStatistics):
         self.derivative: Tensor | None = None
         self.rows = 0
 
-    def forward(self, inputs: Tensor, outputs: Tensor) -> list[tuple[Any, ...]]:
-        """Return the call's ``activation_sums()``, in a list that ``backward`` empties."""
+    def forward(self, inputs: Tensor, outputs: Tensor) -> _Kept:
         inputs = inputs.detach()
         if not self.layer.one_hot:  # whose inputs are indices
             inputs = inputs.to(self._product_dtype(0, outputs))
-        return [self.activation_sums(inputs, outputs)]
+        mask = self.layer.padding_mask(inputs)
+        return _Kept([self.activation_sums(inputs, outputs)], mask)
 
     def _product_dtype(self, side: int, outputs: Tensor) -> torch.dtype:
         """Return the dtype of the products for Ω (0) or Γ (1), given a call's outputs."""
@@ -211,15 +222,16 @@ class FactorStatistics(LayerStatistics):
         is_faster = rows <= MOST_ROUNDED_ROWS and multiplies_bfloat16(outputs.device)
         return torch.bfloat16 if is_faster else own
 
-    def backward(self, kept: list[tuple[Any, ...]], derivatives: Tensor, examples: int) -> None:
+    def backward(self, kept: _Kept, derivatives: Tensor, examples: int) -> None:
         dtype = self._product_dtype(1, derivatives)
         rows = self.layer.derivative_rows(derivatives.detach().to(dtype))
+        rows, count = without_padding(rows, kept.mask)
         moment = row_moment(rows, homogeneous=False, diagonal=self.wide_derivative, fold=True)
         self.derivative = moment if self.derivative is None else self.derivative.add_(moment)
-        if kept:
-            new = kept.pop()
+        if kept.sums:
+            new = kept.sums.pop()
             self.activation = tuple(map(add, self.activation, new)) if self.activation else new
-            self.rows += rows.shape[1]
+            self.rows += count
 
     def moments(self, examples: int) -> tuple[Moment, ...]:
         if self.derivative is None:
@@ -236,6 +248,13 @@ class FactorStatistics(LayerStatistics):
         """Return the moments of activations, from the sums over all calls."""
         (total,) = self.activation
         return (Moment(total, examples, of_derivatives=False),)
+
+
+def without_padding(rows: Tensor, mask: Tensor | None) -> tuple[Tensor, int]:
+    """Return rows of derivatives, zero where the mask is, and the number of the others."""
+    if mask is None:
+        return rows, rows.shape[1]
+    return rows * mask.to(rows.dtype).view(1, -1, 1), int(mask.sum())
 
 
 def activation_sum(

@@ -36,8 +36,8 @@ class Moment(NamedTuple):
         return self._replace(total=self.total * scale)
 
     def to_mean_(self) -> Tensor:
-        """Divide the sum by its weight, in place."""
-        return self.total.div_(self.weight)
+        """Divide the sum by its weight, in place; a sum of weight 0 is zero."""
+        return self.total.div_(self.weight or 1.0)
 
 
 class MomentLayout(NamedTuple):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kfc.curvature.factor import trace
-from kfc.curvature.kfc import FactorStatistics, KroneckerCurvature
+from kfc.curvature.kfc import FactorStatistics, KroneckerCurvature, without_padding
 from kfc.curvature.kronecker import Factors, Inverse
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.layers import TiedEmbeddingLayer
@@ -56,6 +56,13 @@ class TiedCurvature(KroneckerCurvature):
         return "; ".join(filter(None, ("tied to an embedding", super().note())))
 
 
+class _Indices(NamedTuple):
+    """A call of an embedding: the counts of its indices, used up by the first draw, and a mask."""
+
+    counts: list[Tensor]
+    mask: Tensor | None
+
+
 class TiedStatistics(LayerStatistics):
     """Ω and Γ of the linear layer, and the counts of indices and Γₑ of the embeddings.
 
@@ -70,33 +77,32 @@ class TiedStatistics(LayerStatistics):
         self._embedded: Tensor | None = None
         self._rows = 0
 
-    def forward(self, inputs: Tensor, outputs: Tensor) -> tuple[bool, list[Any]]:
-        """Return whether the call is one of an embedding, and what ``backward()`` uses up."""
+    def forward(self, inputs: Tensor, outputs: Tensor) -> Any:
         if inputs.is_floating_point():
-            return False, self._linear.forward(inputs, outputs)
-        return True, [self.layer.index_counts(inputs)]
+            return self._linear.forward(inputs, outputs)
+        return _Indices([self.layer.index_counts(inputs)], self.layer.padding_mask(inputs))
 
-    def backward(self, kept: tuple[bool, list[Any]], derivatives: Tensor, examples: int) -> None:
-        is_embedding, parts = kept
-        if not is_embedding:
-            self._linear.backward(parts, derivatives, examples)
+    def backward(self, kept: Any, derivatives: Tensor, examples: int) -> None:
+        if not isinstance(kept, _Indices):
+            self._linear.backward(kept, derivatives, examples)
             return
-        moment, rows = self._moment(derivatives.detach().to(self.layer.dtype))
+        moment, rows = self._moment(derivatives.detach().to(self.layer.dtype), kept.mask)
         self._embedded = moment if self._embedded is None else self._embedded.add_(moment)
-        if parts:
-            counts = parts.pop()
+        if kept.counts:
+            counts = kept.counts.pop()
             self._counts = counts if self._counts is None else self._counts.add_(counts)
             self._rows += rows
 
-    def _moment(self, derivatives: Tensor) -> tuple[Tensor, int]:
+    def _moment(self, derivatives: Tensor, mask: Tensor | None) -> tuple[Tensor, int]:
         """Return Σ rowᵀ row of derivatives, with the shape of Ω, and the number of rows."""
-        rows, trained = self.layer.derivative_rows(derivatives), self.layer.trained_roles()
+        rows, count = without_padding(self.layer.derivative_rows(derivatives), mask)
+        trained = self.layer.trained_roles()
         if "weight" not in trained:  # embeddings have no bias
             rows = torch.zeros_like(rows[..., :1])
         elif "bias" in trained:
             rows = F.pad(rows, (1, 0))
         diagonal = self._wide[0]
-        return row_moment(rows, homogeneous=False, diagonal=diagonal, fold=True), rows.shape[1]
+        return row_moment(rows, homogeneous=False, diagonal=diagonal, fold=True), count
 
     def moments(self, examples: int) -> tuple[Moment, ...]:
         linear = self._linear.moments(examples)

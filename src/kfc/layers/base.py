@@ -135,6 +135,10 @@ class MatrixLayer(Layer):
     def derivative_rows(self, derivatives: Tensor) -> Tensor:
         """Return the derivatives at each output location, (groups, rows, I)."""
 
+    def padding_mask(self, inputs: Tensor) -> Tensor | None:
+        """Return 1 for every row that is not padding, (rows,); ``None`` if none can be."""
+        return None
+
     def rows_first(self, values: Tensor, examples: int) -> Tensor:
         """Return inputs or derivatives with the rows of each example next to each other."""
         return values

@@ -26,6 +26,9 @@ class EmbeddingLayer(TransposedLinearLayer):
         counts = index_counts(self.module, source, self.dtype)
         return counts if diagonal else torch.diag_embed(counts)
 
+    def padding_mask(self, inputs: Tensor) -> Tensor | None:
+        return padding_mask(self.module, inputs)
+
     def _counts_as_row(self, like: Tensor) -> Tensor:
         """Return 1 for every index, and 0 for the padding."""
         mask = like.new_ones(self.module.num_embeddings)
@@ -44,6 +47,12 @@ def index_counts(embedding: nn.Embedding, indices: Tensor, dtype: torch.dtype) -
     return counts.unsqueeze(0)
 
 
+def padding_mask(embedding: nn.Embedding, indices: Tensor) -> Tensor | None:
+    """Return whether each index is one of a row that is trained; ``None`` without padding."""
+    padding = embedding.padding_idx
+    return None if padding is None else indices.flatten() != padding
+
+
 class TiedEmbeddingLayer(LinearLayer):
     """``nn.Linear`` with the weight of embeddings, as in language models: a row per index.
 
@@ -59,3 +68,9 @@ class TiedEmbeddingLayer(LinearLayer):
         embedding = self.modules[-1]
         assert isinstance(embedding, nn.Embedding)
         return index_counts(embedding, indices, self.dtype)
+
+    def padding_mask(self, inputs: Tensor) -> Tensor | None:
+        embedding = self.modules[-1]
+        if inputs.is_floating_point() or not isinstance(embedding, nn.Embedding):
+            return None
+        return padding_mask(embedding, inputs)
