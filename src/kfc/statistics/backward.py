@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from kfc._helpers import keeps_elements, keeps_graph, view_base
+from kfc._helpers import graph_task, keeps_elements, keeps_graph, view_base
 from kfc.curvature.statistics import LayerStatistics, Moment
 from kfc.fisher.calls import without_autocast
 from kfc.fisher.compiled import outside_of_compiled_graphs
@@ -80,6 +80,7 @@ class RecordedPass:
         self._clock_device = clock_device
         self._split: tuple[list[EdgeAndCall], list[EdgeAndCall]] | None = None
         self._outputs: list[weakref.ref[Tensor]] = []
+        self._ignored: int | None = None
 
     # While the model runs
 
@@ -198,9 +199,15 @@ class RecordedPass:
     ) -> None:
         call.add(derivatives[output_nr], self.examples)
 
+    def ignore_backward(self) -> None:
+        """Gather nothing in the running backward pass, which is not that of a training step."""
+        self._ignored = graph_task()
+
     def gather(self, number: int, derivative: Tensor | None) -> None:
         """Gather the derivative of a call in the user's own backward pass."""
         call = self._hooked.get(number)
+        if self._ignored is not None and self._ignored == graph_task():
+            return
         if self.examples and derivative is not None and call is not None:
             with self._timed():
                 call.add(derivative, self.examples)

@@ -232,6 +232,8 @@ class Collector:
         model = self.model
         reached = "unknown" if self._estimating else will_reach(model.parameters(), self._reached)
         if reached == "nothing":
+            if observation.recorded is not None:
+                observation.recorded.ignore_backward()
             return
         self._passes.undo_failed()
         if reached == "gradients":
