@@ -30,6 +30,38 @@ def test_complex_parameters():
         kfc.KFC(nn.Linear(2, 2, dtype=torch.complex64))
 
 
+def test_frozen_parameters_that_are_not_real():
+    """As in models with quantised weights; the other layers are trained."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    codes = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    model[0].register_parameter("codes", codes)
+    model[1].scale = nn.Parameter(torch.zeros(2, dtype=torch.complex64), requires_grad=False)
+    optimizer = kfc.KFC(model)
+    F.cross_entropy(model(torch.randn(8, 4)), torch.randint(2, (8,))).backward()
+    optimizer.step()
+    assert set(optimizer.factors) == {"0", "1"}
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
+def test_empty_layers(sizes):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.empty = nn.Linear(4, 4), nn.Linear(*sizes)
+
+        def forward(self, x):
+            return self.layer(x) + self.empty(x[:, : sizes[0]]).sum()
+
+    model = Both()
+    optimizer = kfc.KFC(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(8, 4)), torch.randint(4, (8,))).backward()
+        optimizer.step()
+    assert set(optimizer.factors) == {"layer"}
+
+
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [

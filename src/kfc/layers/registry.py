@@ -132,14 +132,24 @@ def _treatment(name: str, module: nn.Module) -> Layer | PlainGradient:
                 f"{name}.{role} is not initialised yet: {type(module).__name__} is a lazy module; "
                 "run one batch through the model before giving it to the optimizer"
             )
-        if not parameter.is_floating_point():
+        if parameter.requires_grad and not parameter.is_floating_point():
             raise ValueError(
                 f"{name}.{role} has dtype {parameter.dtype}; only real parameters can be trained"
             )
+    for role in ("weight", "bias"):
+        own = module._parameters.get(role)
+        if own is not None and not own.is_floating_point():
+            return PlainGradient(f"its {role} has dtype {own.dtype}")
+        if own is not None and not own.numel():
+            return PlainGradient(f"its {role} is empty")
     treatment = layer_for(module)
     known = next(cls for cls in type(module).__mro__ if cls in layer_for.registry)
     if isinstance(treatment, PlainGradient):
-        return (look_alike(module) if known is object else None) or treatment
+        if known is not object:
+            return treatment
+        was_frozen = not any(p.requires_grad for p in _own_parameters(module).values())
+        reason = f"{type(module).__name__} was frozen when the optimizer was made"
+        return look_alike(module) or (PlainGradient(reason) if was_frozen else treatment)
     if module._parameters.get(treatment.names.get("weight", "weight")) is None:
         if not hasattr(module, "weight"):
             raise ValueError(

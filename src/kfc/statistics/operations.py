@@ -67,4 +67,4 @@ def _of_layer(func: Any, arguments: Mapping[str, Any], output: Any) -> Operation
     if not inputs.is_floating_point():
         return None  # an embedding
     locations = inputs if func in TRANSPOSED else output
-    return Operation(float(locations.numel() * weight[0].numel()), (inputs, weight))
+    return Operation(float(locations.numel() * weight.shape[1:].numel()), (inputs, weight))
