@@ -59,10 +59,11 @@ class Axis:
         return round(self.start + share * (self.stop - self.start), 1)
 
     def ticks(self) -> list[float]:
-        """Return round values, at most six of them on a linear axis; 1, 2 and 5 times ten."""
+        """Return round values, few enough for their labels not to touch."""
         if self.log:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            steps = (1, 2, 5) if self.high / self.low < 1000 else (1,)
+            span = self.high / self.low
+            steps = (1, 2, 5) if span < 20 else (1, 3) if span < 1000 else (1,)
             values = [step * 10.0**power for power in powers for step in steps]
         else:
             size = 10.0 ** math.floor(math.log10((self.high - self.low) / 5))

@@ -150,4 +150,5 @@ def test_axes_place_values_and_choose_round_ticks():
     assert Axis(0, 7, 0, 1).ticks() == [0, 2, 4, 6]
     log = Axis(10, 1000, 0, 200, log=True)
     assert [log.place(value) for value in (1, 10, 100, 1000)] == [0, 0, 100, 200]
-    assert log.ticks() == [10, 20, 50, 100, 200, 500, 1000]
+    assert log.ticks() == [10, 30, 100, 300, 1000]
+    assert Axis(10, 100, 0, 200, log=True).ticks() == [10, 20, 50, 100]
