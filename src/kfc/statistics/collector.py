@@ -377,8 +377,8 @@ class Collector:
             self.clock.add("optimizer", now(self.clock.device) - start)
         if batch.examples:
             scale = self._growth(1, batch.examples / self._reducer.size)
-            scale /= float(loss_scale) if self.losses.is_summed else 1.0
-            batch.scale(scale * share_of_dropped(self.observations))
+            share = share_of_dropped(self.observations)
+            batch.scale(scale * share / float(loss_scale) if self.losses.is_summed else scale)
         return batch
 
     def _prepare_exchange(self) -> None:

@@ -98,7 +98,10 @@ def count_examples(observations: Iterable[Observation]) -> int:
 
 
 def share_of_dropped(observations: Collection[Observation]) -> float:
-    """Return the examples of all passes over those of passes whose graph was not dropped."""
+    """Return the examples of all passes over those of passes whose graph was not dropped.
+
+    Sums over the examples have to be multiplied by it; means do not.
+    """
     kept = count_examples(each for each in observations if not each.was_dropped)
     return count_examples(observations) / kept if kept else 1.0
 
