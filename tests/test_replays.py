@@ -107,6 +107,20 @@ def test_the_first_of_several_micro_batches_suffices():
     assert calls == [32] * 5
 
 
+def test_the_size_of_a_replay_counts_passes_whose_graph_was_dropped_before():
+    images, labels = batch(160)
+    sizes = [8] * 8 + [96]
+    found = []
+    for parts in ([160], sizes):
+        model = network()
+        optimizer = preconditioner(model)
+        pairs = zip(images.split(parts), labels.split(parts), strict=True)
+        losses = [F.cross_entropy(model(x), y, reduction="sum") for x, y in pairs]
+        found.append(factors_after(model, optimizer, sum(losses) / 160))
+    for name, pair in found[0].items():
+        assert_close(found[1][name], pair)
+
+
 def test_buffers_gradients_and_random_numbers_are_left_alone():
     images, labels = batch()
     after = []

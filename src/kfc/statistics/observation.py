@@ -86,6 +86,7 @@ class Observation:
         """Release the graph; no statistics can be gathered from this pass any more."""
         self.recorded = None
         self.edges = {}
+        self.was_dropped = False
 
     def drop_graph(self) -> None:
         """Release the graph although statistics were wanted."""
