@@ -142,6 +142,37 @@ def test_buffers_gradients_and_random_numbers_are_left_alone():
     assert all(torch.equal(gradients[name], whole[name]) for name in whole)
 
 
+@pytest.mark.parametrize("kind", ["expanded", "inference"])
+@pytest.mark.parametrize("optimizer_type", [kfc.KFC, kfc.KFAC])
+def test_buffers_that_cannot_be_written_are_put_back(optimizer_type, kind):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = network()
+            self.register_buffer("mask", self.changed(torch.zeros(3, dtype=torch.float64)))
+
+        def changed(self, mask):
+            with torch.inference_mode(kind == "inference"):
+                return mask + 1 if kind == "inference" else (mask[:1] + 1).expand(3)
+
+        def forward(self, images):
+            outputs = self.body(images) + self.mask.clone()
+            self.mask = self.changed(self.mask)
+            return outputs
+
+    images, labels = batch()
+    model, ones = Masked(), torch.ones(3, dtype=torch.float64)
+    optimizer = optimizer_type(model)
+    for step in range(1, 4):
+        if optimizer_type is kfc.KFAC:
+            optimizer.step(lambda: F.cross_entropy(model(images), labels))
+        else:
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+        assert torch.equal(model.mask, (step + 1) * ones)
+
+
 class Fixed(nn.Module):
     """A network that needs its usual number of examples."""
 
