@@ -223,11 +223,13 @@ def test_a_layer_that_runs_later_gets_its_statistics_in_its_first_step():
     assert "extra" in optimizer.factors
 
 
-def test_a_layer_of_a_later_micro_batch_gets_its_statistics():
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_layer_of_a_later_micro_batch_gets_its_statistics(others):
     images, labels = batch()
     model = Sometimes()
     optimizer = preconditioner(model)
-    F.cross_entropy(model(images), labels).backward()
+    for _ in range(others):
+        F.cross_entropy(model(images), labels).backward()
     F.cross_entropy(model(images, more=True), labels).backward()
     optimizer.step()
     assert "extra" in optimizer.factors
