@@ -235,6 +235,61 @@ def test_a_layer_of_a_later_micro_batch_gets_its_statistics(others):
     assert "extra" in optimizer.factors
 
 
+class Experts(nn.Module):
+    """A network with two heads, the second of which sees only some of the examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = network()
+        self.experts = nn.ModuleList(nn.Linear(3, 3).double() for _ in range(2))
+
+    def forward(self, images, routes):
+        hidden = self.body(images)
+        outputs = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(routes == number)
+            outputs = outputs.index_add(0, rows, expert(hidden[rows]))
+        return outputs
+
+
+def test_a_layer_that_runs_for_later_examples_only_gets_its_statistics():
+    images, labels = batch()
+    routes = (torch.arange(128) >= 100).long()
+    found = []
+    for curvature in ("kfc", WHOLE):
+        model = Experts()
+        optimizer = preconditioner(model, curvature)
+        loss = F.cross_entropy(model(images, routes), labels)
+        found.append(factors_after(model, optimizer, loss))
+    (activation, derivative), (expected, _) = (each["experts.1"] for each in found)
+    assert_close(activation, expected)
+    assert derivative.trace() > 0
+    part = F.pad(model.body(images[:32]), (1, 0), value=1.0)
+    assert_close(found[0]["experts.0"][0], part.mT @ part / 32)
+
+
+def trained_with_experts_on_ranks(rank):
+    torch.manual_seed(0)
+    model = Experts()
+    wrapper = DistributedDataParallel(model)
+    optimizer = kfc.KFC(wrapper, lr=0.01, seed=0)
+    # The second head sees no examples of rank 1, and late ones of rank 0.
+    images, labels = batch(128, seed=rank)
+    routes = (torch.arange(128) >= 100 + 28 * rank).long()
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(wrapper(images, routes), labels).backward()
+        optimizer.step()
+    parameters = [p.detach().clone() for p in model.parameters()]
+    return parameters, optimizer.factors["experts.1"].activation.clone()
+
+
+def test_ranks_agree_on_layers_that_run_for_later_examples_only():
+    first, second = run_ranks(trained_with_experts_on_ranks, 2, timeout=120)
+    assert torch.equal(first[1], second[1])
+    assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+
+
 def test_half_precision_is_that_of_the_forward_pass():
     images, labels = (part.float() if part.is_floating_point() else part for part in batch())
     model = network().float()

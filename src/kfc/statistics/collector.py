@@ -82,7 +82,7 @@ class Collector:
         self._due = True
         self._estimating = False
         self._has_loss = True
-        self.replays = Replays(curvature, losses, self.draws, reducer.size)
+        self.replays = Replays(curvature, losses, self.draws, reducer)
         self._batch = BatchStatistics()
 
     # What the collector should do
