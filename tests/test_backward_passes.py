@@ -294,6 +294,27 @@ def test_many_forward_passes_without_a_backward_pass_keep_few_graphs():
     assert_close(found, plain())
 
 
+def test_forward_passes_whose_outputs_are_gone_keep_no_inputs():
+    x, y = batch()
+    model, inputs = net(), []
+    optimizer = make(model)
+    waiting = model(x)
+    for due in (True, False):
+        for _ in range(40):
+            other = x.clone()
+            inputs.append(StorageWeakRef(other.untyped_storage()))
+            model(other)
+        del other
+        gc.collect()
+        loss = F.cross_entropy(waiting, y) + F.cross_entropy(model(x), y)
+        assert sum(not each.expired() for each in inputs) <= (MAX_WAITING if due else 0)
+        optimizer.zero_grad()
+        loss.backward()
+        assert len(optimizer.engine.collector.observations) == 2
+        optimizer.step()
+        waiting = model(x)
+
+
 def test_outputs_changed_in_place_by_the_loss():
     """The outputs are those of the model, and a temperature is noticed."""
     x, y = batch()

@@ -420,6 +420,40 @@ def test_a_bias_that_is_not_the_layers_changes_nothing_for_its_weight():
         torch.testing.assert_close(own, expected)
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 3) for _ in range(2))
+
+    def forward(self, x, routes):
+        x = x.flatten(1)
+        outputs = x.new_zeros(len(x), 3)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(routes == number)
+            outputs = outputs.index_add(0, rows, expert(x[rows]))
+        return outputs
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped:UserWarning")
+@pytest.mark.parametrize("examples", [8, 96])  # in the user's own passes, and in a replay
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_layers_with_gradients_of_zero_fall_back_for_one_step(examples, is_bad, recwarn):
+    model = Experts()
+    optimizer = kfc.KFC(model, schedule=kfc.Periods(100, 100))
+    for step in range(4):
+        x, y = images(examples)
+        routes = torch.arange(examples) % (2 if step == 3 else 1)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x, routes), y).backward()
+        if is_bad and step == 1:
+            model.experts[0].weight.grad[0, 0] = torch.nan
+        optimizer.step()
+        assert set(optimizer.factors) == {"experts.0", *(["experts.1"] if step == 3 else [])}
+        assert described(optimizer, "scaled gradient") == set()
+        assert optimizer.state_dict()["curvature"]["without_statistics"] == []
+    assert not [w for w in recwarn if "no statistics" in str(w.message)]
+
+
 def train_on_a_rank(rank: int):
     torch.manual_seed(0)
     model = Functional()

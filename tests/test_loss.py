@@ -617,6 +617,34 @@ def test_many_forward_passes_before_one_backward(count):
     assert_close(many["layer"], one["layer"])
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", [kfc.Categorical, kfc.Bernoulli, kfc.Gaussian])
+def test_the_scale_does_not_depend_on_how_many_passes_precede_a_backward(kind, reduction):
+    """Only weights that are read from the loss, or summed, contain the number of examples."""
+    passes, ones = 6, F.one_hot(CLASSES, 5).double()
+    losses = {
+        kfc.Categorical: lambda z: F.cross_entropy(z, CLASSES, reduction=reduction),
+        kfc.Bernoulli: lambda z: F.binary_cross_entropy_with_logits(z, ones, reduction=reduction),
+        kfc.Gaussian: lambda z: F.mse_loss(z, ones, reduction=reduction),
+    }
+
+    def loss(outputs):
+        return losses[kind](outputs) / (passes if reduction == "mean" else 1)
+
+    def separate(model, step):
+        for _ in range(passes):
+            loss(model(batch())).backward()
+
+    def together(model, step):
+        sum(map(loss, [model(batch()) for _ in range(passes)])).backward()
+
+    found = [
+        derivative_factors(Linear(5), 2, loss_of, likelihood=kind(reduction))
+        for loss_of in (separate, together)
+    ]
+    assert_close(found[1], found[0])
+
+
 def test_batches_of_mixtures_keep_what_others_have_told():
     soft = soft_targets(5)
 

@@ -107,6 +107,20 @@ def test_the_first_of_several_micro_batches_suffices():
     assert calls == [32] * 5
 
 
+def test_the_size_of_a_replay_counts_passes_whose_graph_was_dropped_before():
+    images, labels = batch(160)
+    sizes = [8] * 8 + [96]
+    found = []
+    for parts in ([160], sizes):
+        model = network()
+        optimizer = preconditioner(model)
+        pairs = zip(images.split(parts), labels.split(parts), strict=True)
+        losses = [F.cross_entropy(model(x), y, reduction="sum") for x, y in pairs]
+        found.append(factors_after(model, optimizer, sum(losses) / 160))
+    for name, pair in found[0].items():
+        assert_close(found[1][name], pair)
+
+
 def test_buffers_gradients_and_random_numbers_are_left_alone():
     images, labels = batch()
     after = []
@@ -126,6 +140,37 @@ def test_buffers_gradients_and_random_numbers_are_left_alone():
     assert torch.equal(one, other)
     assert all(torch.equal(a, b) for a, b in zip(buffers, others, strict=True))
     assert all(torch.equal(gradients[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("kind", ["expanded", "inference"])
+@pytest.mark.parametrize("optimizer_type", [kfc.KFC, kfc.KFAC])
+def test_buffers_that_cannot_be_written_are_put_back(optimizer_type, kind):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = network()
+            self.register_buffer("mask", self.changed(torch.zeros(3, dtype=torch.float64)))
+
+        def changed(self, mask):
+            with torch.inference_mode(kind == "inference"):
+                return mask + 1 if kind == "inference" else (mask[:1] + 1).expand(3)
+
+        def forward(self, images):
+            outputs = self.body(images) + self.mask.clone()
+            self.mask = self.changed(self.mask)
+            return outputs
+
+    images, labels = batch()
+    model, ones = Masked(), torch.ones(3, dtype=torch.float64)
+    optimizer = optimizer_type(model)
+    for step in range(1, 4):
+        if optimizer_type is kfc.KFAC:
+            optimizer.step(lambda: F.cross_entropy(model(images), labels))
+        else:
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+        assert torch.equal(model.mask, (step + 1) * ones)
 
 
 class Fixed(nn.Module):
@@ -178,14 +223,71 @@ def test_a_layer_that_runs_later_gets_its_statistics_in_its_first_step():
     assert "extra" in optimizer.factors
 
 
-def test_a_layer_of_a_later_micro_batch_gets_its_statistics():
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_layer_of_a_later_micro_batch_gets_its_statistics(others):
     images, labels = batch()
     model = Sometimes()
     optimizer = preconditioner(model)
-    F.cross_entropy(model(images), labels).backward()
+    for _ in range(others):
+        F.cross_entropy(model(images), labels).backward()
     F.cross_entropy(model(images, more=True), labels).backward()
     optimizer.step()
     assert "extra" in optimizer.factors
+
+
+class Experts(nn.Module):
+    """A network with two heads, the second of which sees only some of the examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = network()
+        self.experts = nn.ModuleList(nn.Linear(3, 3).double() for _ in range(2))
+
+    def forward(self, images, routes):
+        hidden = self.body(images)
+        outputs = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(routes == number)
+            outputs = outputs.index_add(0, rows, expert(hidden[rows]))
+        return outputs
+
+
+def test_a_layer_that_runs_for_later_examples_only_gets_its_statistics():
+    images, labels = batch()
+    routes = (torch.arange(128) >= 100).long()
+    found = []
+    for curvature in ("kfc", WHOLE):
+        model = Experts()
+        optimizer = preconditioner(model, curvature)
+        loss = F.cross_entropy(model(images, routes), labels)
+        found.append(factors_after(model, optimizer, loss))
+    (activation, derivative), (expected, _) = (each["experts.1"] for each in found)
+    assert_close(activation, expected)
+    assert derivative.trace() > 0
+    part = F.pad(model.body(images[:32]), (1, 0), value=1.0)
+    assert_close(found[0]["experts.0"][0], part.mT @ part / 32)
+
+
+def trained_with_experts_on_ranks(rank):
+    torch.manual_seed(0)
+    model = Experts()
+    wrapper = DistributedDataParallel(model)
+    optimizer = kfc.KFC(wrapper, lr=0.01, seed=0)
+    # The second head sees no examples of rank 1, and late ones of rank 0.
+    images, labels = batch(128, seed=rank)
+    routes = (torch.arange(128) >= 100 + 28 * rank).long()
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(wrapper(images, routes), labels).backward()
+        optimizer.step()
+    parameters = [p.detach().clone() for p in model.parameters()]
+    return parameters, optimizer.factors["experts.1"].activation.clone()
+
+
+def test_ranks_agree_on_layers_that_run_for_later_examples_only():
+    first, second = run_ranks(trained_with_experts_on_ranks, 2, timeout=120)
+    assert torch.equal(first[1], second[1])
+    assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
 
 
 def test_half_precision_is_that_of_the_forward_pass():

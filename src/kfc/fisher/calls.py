@@ -64,11 +64,14 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 class SavedBuffers:
-    """Copies of all buffers of a model, such as running statistics, to restore them later."""
+    """Copies of all buffers of a model, such as running statistics, to restore them later.
+
+    A buffer that cannot be changed in place is not copied, only put back where it was.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._saved: list[tuple[nn.Module, str, Tensor, Tensor]] = [
-            (module, name, buffer, buffer.clone())
+        self._saved: list[tuple[nn.Module, str, Tensor, Tensor | None]] = [
+            (module, name, buffer, buffer.clone() if is_writable(buffer) else None)
             for module in model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
@@ -78,7 +81,16 @@ class SavedBuffers:
     def restore(self) -> None:
         """Restore every buffer, including those that a module has replaced since."""
         for module, name, buffer, saved in self._saved:
-            module._buffers[name] = buffer.copy_(saved)
+            module._buffers[name] = buffer if saved is None else buffer.copy_(saved)
+
+
+def is_writable(tensor: Tensor) -> bool:
+    """Return whether a tensor can be changed in place: not if entries share their memory."""
+    if tensor.is_inference():
+        return False
+    if tensor.layout != torch.strided:
+        return True
+    return all(n == 1 or stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def accelerators_of(model: nn.Module) -> list[torch.device]:

@@ -317,9 +317,8 @@ class Engine(EngineState):
         self.schedule.end_measuring(self.steps + 1)
         refreshed = self._statistics_are_due(), self._inverses_are_due()
         self.allowance.end_step(self.steps + 1, *refreshed, with_norms)
-        if self._replaced:
-            self.fallback.end_step()
-            self._replaced = set()
+        self.fallback.end_step()
+        self._replaced = set()
         if self.steps == 0:
             log_start(self)
         self.steps += 1
@@ -333,6 +332,7 @@ class Engine(EngineState):
         """
         quietly = quietly or (self._quietly is not None and bool(self._quietly))
         self.rewind()
+        self.fallback.end_step()
         self.collector.buffers.undo_step()
         ranks = "" if quietly else self.reducer.cause_of_bad_step()
         self.collector.undo()

@@ -41,34 +41,41 @@ class Fallback:
     ) -> None:
         """Let layers fall back that have a gradient on any rank, but no statistics.
 
-        Warn once for all of them.
+        Warn once for all of them. A layer whose gradients are zero falls back until the end of the
+        step only, without a warning: its examples may be in other batches.
 
         Args:
             gathered: the layers with statistics in this step, the same on all ranks.
-            for_now: layers that fall back until the end of the step only, without a warning.
+            for_now: other layers that fall back until the end of the step only.
         """
         lacking = self._curvature.layers_without_statistics()
         missing = [layer for layer in lacking if layer not in gathered]
         if not missing:
             return
-        named = {self._whole.layer_of[name][0] for name in gradients if name in self.plan.layer_of}
-        flags = self._reducer.gather([float(layer in named) for layer in missing])
-        fallen = [layer for layer, *on in zip(missing, *flags, strict=True) if any(on)]
+        # 0: without a gradient; 1: with gradients of zero; 2: with others
+        found = dict.fromkeys(missing, 0.0)
+        for name, gradient in gradients.items():
+            layer = self._whole.layer_of[name][0] if name in self.plan.layer_of else None
+            if layer in found:
+                found[layer] = max(found[layer], 1.0 + bool(gradient.any()))
+        ranks = self._reducer.gather(list(found.values()))
+        largest = {layer: max(each) for layer, *each in zip(missing, *ranks, strict=True)}
+        fallen = [layer for layer in missing if largest[layer] > 0]
         if fallen:
             self.restore([*self._layers, *fallen])
-            self._for_now = [layer for layer in fallen if layer in for_now]
-            lasting = [layer for layer in fallen if layer not in for_now]
+            lasting = [layer for layer in fallen if largest[layer] > 1 and layer not in for_now]
+            self._for_now = [layer for layer in fallen if layer not in lasting]
             if lasting and self._reducer.rank == 0:
                 self._warn(lasting)
 
     def end_step(self) -> None:
         """Return the layers to curvature that have lost it for this step only."""
-        self.restore([layer for layer in self._layers if layer not in self._for_now])
-        self._for_now = []
+        if self._for_now:
+            self.restore([layer for layer in self._layers if layer not in self._for_now])
 
     def restore(self, layers: Sequence[str]) -> None:
         """Let exactly these layers have no curvature."""
-        self._layers = list(layers)
+        self._layers, self._for_now = list(layers), []
         self.plan = self.plan_without(layers)
         self.parameters = set(self._whole.layer_of) - set(self.plan.layer_of)
         self._curvature.restrict(self.plan)

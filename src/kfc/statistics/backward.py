@@ -142,6 +142,8 @@ class RecordedPass:
         processed as they arrive, so that they are not all in memory at once.
         """
         final, passing = self._final_and_passing()
+        if not final:  # none of the wanted layers has run
+            return
         handles = [
             edge.node.register_prehook(partial(self._on_passing, call, edge.output_nr))
             for edge, call in passing

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from kfc._helpers import moved
+from kfc.fisher.calls import is_writable
 
 # Buffers of at most this many entries are copied in every step, whether they change or not.
 SMALL = 4096
@@ -205,11 +206,10 @@ def _version(buffer: Tensor | None) -> int:
 
 
 def _is_plain(buffer: Tensor) -> bool:
-    """Return whether a buffer can be copied and written: not if entries share their memory."""
+    """Return whether a buffer can be copied and written, also several of them in one call."""
     if is_lazy(buffer) or buffer.layout != torch.strided or buffer.is_quantized:
         return False
-    dimensions = zip(buffer.shape, buffer.stride(), strict=True)
-    return not buffer.is_inference() and all(n == 1 or stride for n, stride in dimensions)
+    return is_writable(buffer)
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

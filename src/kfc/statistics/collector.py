@@ -25,7 +25,7 @@ from kfc.statistics.backward import RecordedPass
 from kfc.statistics.buffers import BufferGuard
 from kfc.statistics.clock import Clock
 from kfc.statistics.draws import Draws
-from kfc.statistics.observation import Arrival, Observation, count_examples, share_of_dropped
+from kfc.statistics.observation import Observation, count_examples, share_of_dropped
 from kfc.statistics.outputs import on_derivative
 from kfc.statistics.passes import Knowledge, Passes
 from kfc.statistics.replays import Replays
@@ -82,7 +82,7 @@ class Collector:
         self._due = True
         self._estimating = False
         self._has_loss = True
-        self.replays = Replays(curvature, losses, self.draws, reducer.size)
+        self.replays = Replays(curvature, losses, self.draws, reducer)
         self._batch = BatchStatistics()
 
     # What the collector should do
@@ -211,10 +211,10 @@ class Collector:
                 self._add_derivative(observation, name, None)
             self._add_moments(observation, *self._end_gathering(observation))
             return
-        me, token = weakref.ref(self), weakref.ref(observation)
+        me = weakref.ref(self)
         for name, selected in outputs.items():
             if selected.requires_grad:
-                act = Arrival(me, token, name)
+                act = observation.new_arrival(me, name)
                 on_derivative(output, selected, self.losses.output, name, act)
             self._reducer.watch(selected)
 
@@ -379,8 +379,8 @@ class Collector:
             self.clock.add("optimizer", now(self.clock.device) - start)
         if batch.examples:
             scale = self._growth(1, batch.examples / self._reducer.size)
-            scale /= float(loss_scale) if self.losses.is_summed else 1.0
-            batch.scale(scale * share_of_dropped(self.observations))
+            share = share_of_dropped(self.observations)
+            batch.scale(scale * share / float(loss_scale) if self.losses.is_summed else scale)
         return batch
 
     def _prepare_exchange(self) -> None:

@@ -1,5 +1,8 @@
 """What is known of one forward pass: its outputs, and what its backward pass brings."""
 
+from __future__ import annotations
+
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -45,6 +48,7 @@ class Observation:
         self.before: Any = None
         self.task: int | None = None
         self.has_gradients = False
+        self._arrivals: list[weakref.ref[Arrival]] = []
         self.recorded = recorded
         self.edges: dict[str, tuple[GradientEdge, Size]] = {}
         self.output_layers: dict[str, set[str]] = {}
@@ -58,6 +62,17 @@ class Observation:
     @property
     def examples(self) -> int:
         return len(next(iter(self.outputs.values())))
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether no backward pass has used the pass, and none can: its graph has been freed."""
+        return not self.derivatives and all(arrival() is None for arrival in self._arrivals)
+
+    def new_arrival(self, listener: Callable[[], Listener | None], name: str) -> Arrival:
+        """Return what reports the derivatives in an output, to be kept by the graph alone."""
+        arrival = Arrival(listener, weakref.ref(self), name)
+        self._arrivals.append(weakref.ref(arrival))
+        return arrival
 
     def add_derivative(self, name: str, derivative: Tensor | None) -> None:
         self.derivatives.setdefault(name, []).append(derivative)
@@ -86,6 +101,7 @@ class Observation:
         """Release the graph; no statistics can be gathered from this pass any more."""
         self.recorded = None
         self.edges = {}
+        self.was_dropped = False
 
     def drop_graph(self) -> None:
         """Release the graph although statistics were wanted."""
@@ -98,7 +114,10 @@ def count_examples(observations: Iterable[Observation]) -> int:
 
 
 def share_of_dropped(observations: Collection[Observation]) -> float:
-    """Return the examples of all passes over those of passes whose graph was not dropped."""
+    """Return the examples of all passes over those of passes whose graph was not dropped.
+
+    Sums over the examples have to be multiplied by it; means do not.
+    """
     kept = count_examples(each for each in observations if not each.was_dropped)
     return count_examples(observations) / kept if kept else 1.0
 

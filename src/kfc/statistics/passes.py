@@ -102,8 +102,11 @@ class Passes:
         return [each for each in self._all if each.derivatives and each.is_complete]
 
     def add(self, observation: Observation) -> None:
-        """Add a pass, and drop some that no backward pass has used for long, as in evaluations."""
-        self._all.append(observation)
+        """Add a pass, and drop some that no backward pass has used for long, as in evaluations.
+
+        Those that no backward pass can use any more are dropped at once.
+        """
+        self._all = [*(each for each in self._all if not each.is_abandoned), observation]
         if len(self._all) <= MAX_WAITING:
             return
         unused = [each for each in self._all if not each.derivatives]

@@ -11,6 +11,7 @@ import torch
 
 from kfc.curvature.model import ModelCurvature
 from kfc.curvature.statistics import BatchStatistics
+from kfc.distributed.reducer import Reducer
 from kfc.fisher.likelihoods import Weights
 from kfc.fisher.losses import Losses
 from kfc.layers import MatrixLayer
@@ -35,12 +36,14 @@ class Replays:
         are_active: whether the statistics of the step come from replays.
     """
 
-    def __init__(self, curvature: ModelCurvature, losses: Losses, draws: Draws, ranks: int) -> None:
+    def __init__(
+        self, curvature: ModelCurvature, losses: Losses, draws: Draws, reducer: Reducer
+    ) -> None:
         self._curvature, self._losses, self._draws = curvature, losses, draws
         options = curvature.options
         self._fraction = options.fraction
         self._are_possible = options.needs_derivatives and options.fisher == "sampled"
-        self._ranks = ranks
+        self._reducer = reducer
         self._can_cut = True
         self.are_active = False
 
@@ -60,7 +63,7 @@ class Replays:
         part = max(FEWEST_EXAMPLES, self._fraction * examples)
         is_cheaper = self._can_cut and 2 * part <= examples
         possible = self._are_possible and self._fraction < 1
-        return possible and (is_cheaper or self._ranks > 1)
+        return possible and (is_cheaper or self._reducer.size > 1)
 
     def examples_used(self, examples: int, elements: Mapping[str, int]) -> int:
         """Return the number of examples that the statistics of a step are gathered from.
@@ -76,7 +79,7 @@ class Replays:
         fewest = float(FEWEST_EXAMPLES)
         for name, count in elements.items():
             layer = self._curvature.layers[name].layer
-            if isinstance(layer, MatrixLayer) and not layer.one_hot:
+            if count and isinstance(layer, MatrixLayer) and not layer.one_hot:
                 width, outputs = layer.factor_sizes()
                 rows = count / (outputs * layer.groups * examples)
                 fewest = max(fewest, ROWS_PER_WIDTH * width / rows)
@@ -105,23 +108,29 @@ class Replays:
             elements.update(each.elements)
         count = self.examples_used(count_examples(observations), elements)
         parts = first_part(observations, count, FEWEST_EXAMPLES)
-        # A layer that runs for the first time may run in other passes only.
-        rest = [Part(each, each.examples) for each in observations[len(parts) :]]
-        for index, part in enumerate([*parts, *rest]):
-            if index >= len(parts):
-                wanted = self._missing(batch)
-            if wanted:
-                self._gather_part(part, batch, wanted, weights)
+        for part in parts:
+            self._gather_part(part, batch, wanted, weights)
+        # A layer that runs for the first time may run for other examples or in other passes only.
+        missing = self._missing(batch)
+        # All ranks run the last pass again, or none: their examples may depend on each other.
+        done = len(parts) - 1 if self._reducer.size > 1 else sum(part.is_whole for part in parts)
+        for each in observations[done:] if missing else ():
+            self._gather_part(Part(each, each.examples), batch, missing, weights)
 
     def _missing(self, batch: BatchStatistics) -> list[str]:
-        """Return the layers with a gradient for which there are no statistics yet."""
-        layers = self._curvature.layers
-        return [
-            name
-            for name in self._curvature.layers_without_statistics()
-            if name not in batch.moments
-            and any(p.grad is not None for p in layers[name].layer.trained().values())
-        ]
+        """Return the layers with a gradient on any rank for which no rank has statistics yet."""
+        lacking = self._curvature.layers_without_statistics()
+        if not lacking:
+            return []
+        # 0: without a gradient; 1: with a gradient only; 2: with statistics
+        own = [2.0 if n in batch.moments else float(self._has_gradient(n)) for n in lacking]
+        ranks = self._reducer.gather(own)
+        return [name for name, *each in zip(lacking, *ranks, strict=True) if max(each) == 1]
+
+    def _has_gradient(self, name: str) -> bool:
+        """Return whether a gradient of a layer is not zero; the host waits for the device."""
+        parameters = self._curvature.layers[name].layer.trained().values()
+        return any(p.grad is not None and bool(p.grad.any()) for p in parameters)
 
     def _gather_part(
         self,
