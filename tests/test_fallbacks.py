@@ -439,7 +439,8 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("is_bad", [False, True])
 def test_layers_with_gradients_of_zero_fall_back_for_one_step(examples, is_bad, recwarn):
     model = Experts()
-    optimizer = kfc.KFC(model, schedule=kfc.Periods(100, 100))
+    optimizer = kfc.KFC(model, schedule=kfc.Periods(100, 100), weight_decay=0.1)
+    unused = model.experts[1].weight.detach().clone()
     for step in range(4):
         x, y = images(examples)
         routes = torch.arange(examples) % (2 if step == 3 else 1)
@@ -451,6 +452,7 @@ def test_layers_with_gradients_of_zero_fall_back_for_one_step(examples, is_bad, 
         assert set(optimizer.factors) == {"experts.0", *(["experts.1"] if step == 3 else [])}
         assert described(optimizer, "scaled gradient") == set()
         assert optimizer.state_dict()["curvature"]["without_statistics"] == []
+        assert torch.equal(model.experts[1].weight, unused) == (step < 3)
     assert not [w for w in recwarn if "no statistics" in str(w.message)]
 
 

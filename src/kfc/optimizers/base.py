@@ -210,17 +210,21 @@ class CurvatureOptimizer(CheckpointedOptimizer):
     def _without_fallen(
         self, group: dict[str, Any], members: list[tuple[Tensor, str]]
     ) -> list[tuple[dict[str, Any], list[tuple[Tensor, str]]]]:
-        """Return a group in two parts, of which the second has lost its curvature.
+        """Return a group in parts: with curvature, without, and without in this step only.
 
-        A new group would not fit the schedulers of the learning rate.
+        A new group would not fit the schedulers of the learning rate. In the last part, weights may
+        have had no gradient yet: they do not decay, because nothing could tell how far.
         """
-        fallen = self.engine.fallback.parameters
+        fallen, for_now = self.engine.fallback.parameters, self.engine.fallback.for_now
         if not fallen:
             return [(group, members)]
         lr = {"lr": float(group["lr"]) * group["fallback_factor"]} if "lr" in group else {}
-        rest = [pair for pair in members if pair[1] not in fallen]
-        others = [pair for pair in members if pair[1] in fallen]
-        return [(group, rest), ({**group, **lr, TREATMENT: self.fallback}, others)]
+        without = {**group, **lr, TREATMENT: self.fallback}
+        return [
+            (group, [pair for pair in members if pair[1] not in fallen]),
+            (without, [pair for pair in members if pair[1] in fallen - for_now]),
+            ({**without, "weight_decay": 0.0}, [pair for pair in members if pair[1] in for_now]),
+        ]
 
     def _add_weight_decay(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ∇h, the gradient of the loss plus λθ, in float32 at least.

@@ -24,6 +24,7 @@ class Fallback:
     Attributes:
         plan: the plan without these layers.
         parameters: the names of their parameters.
+        for_now: those of layers that get their curvature back at the end of the step.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Fallback:
         self._layers: list[str] = []
         self._for_now: list[str] = []
         self.parameters: set[str] = set()
+        self.for_now: set[str] = set()
 
     def add(
         self, gathered: Collection[str], gradients: Mapping[str, Tensor], for_now: Collection[str]
@@ -65,6 +67,8 @@ class Fallback:
             self.restore([*self._layers, *fallen])
             lasting = [layer for layer in fallen if largest[layer] > 1 and layer not in for_now]
             self._for_now = [layer for layer in fallen if layer not in lasting]
+            layer_of = {name: self._whole.layer_of[name][0] for name in self.parameters}
+            self.for_now = {name for name, layer in layer_of.items() if layer in self._for_now}
             if lasting and self._reducer.rank == 0:
                 self._warn(lasting)
 
@@ -75,7 +79,7 @@ class Fallback:
 
     def restore(self, layers: Sequence[str]) -> None:
         """Let exactly these layers have no curvature."""
-        self._layers, self._for_now = list(layers), []
+        self._layers, self._for_now, self.for_now = list(layers), [], set()
         self.plan = self.plan_without(layers)
         self.parameters = set(self._whole.layer_of) - set(self.plan.layer_of)
         self._curvature.restrict(self.plan)
