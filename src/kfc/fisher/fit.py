@@ -110,12 +110,11 @@ class Fit(NamedTuple):
             for v in (z, torch.where(positive, g, 1).log())
         )
         spread, slope = x.square().sum(), (x * y).sum() / x.square().sum()
-        is_line = (y - slope * x).square().sum() <= 1e-4 * y.square().sum()
-        if (
-            bool(single.any())
-            and bool(spread > 1e-3)
-            and bool(is_line & ((slope - 1).abs() > 0.02))
-        ):
+        error = (y - slope * x).square().sum()
+        is_line = (error <= 1e-4 * y.square().sum()) & ((slope - 1).abs() > 0.02)
+        # For small logits log(c p - s), as of smoothed targets, is almost a line too.
+        is_better = (slope < 1) | (error <= 0.1 * _distance_from_smoothed(p, g, positive))
+        if bool(single.any()) and bool(spread > 1e-3) and bool(is_line & is_better):
             return (
                 f"it computes the softmax of the outputs divided by {1 / float(slope):.3g}; divide "
                 "in the model instead, or pass a kfc.Likelihood of your own"
@@ -215,6 +214,22 @@ class Fit(NamedTuple):
         largest = sizes >= (1 - tolerance(self.derivative)) * sizes.amax()
         # The largest one agrees with itself, and a few others may do so by chance.
         return int(largest.sum()) > max(3, 0.1 * sizes.numel())
+
+
+def _distance_from_smoothed(p: Tensor, g: Tensor, used: Tensor) -> Tensor:
+    """Return the sum of squared relative errors of the closest c p - s, for each term its own.
+
+    Args:
+        used: the elements that are compared; classes are the last dimension.
+    """
+    count = used.sum(-1, keepdim=True).clamp_min(1)
+    dp, dg = (
+        torch.where(used, v - torch.where(used, v, 0).sum(-1, keepdim=True) / count, 0)
+        for v in (p, g)
+    )
+    spread = dp.square().sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
+    slope = (dp * dg).sum(-1, keepdim=True) / spread
+    return ((dg - slope * dp) / torch.where(used, g, 1)).square().sum()
 
 
 def _class_axis(wide: Tensor, narrow: Tensor) -> int:
