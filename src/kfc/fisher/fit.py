@@ -8,13 +8,10 @@ from torch import Tensor
 from kfc._helpers import at_least_float32
 from kfc.fisher.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from kfc.fisher.reading import Reading, tolerance
+from kfc.fisher.ties import SAMPLE, TIED, are_weights
 
-# The part of the readings that agree with another one, if targets are 0 or 1.
-TIED = 0.9
 # The part of elements with a target of exactly 0 or 1 that is enough to read their common weight.
 FEWEST_HARD = 0.02
-# The number of readings that are compared: among many some agree by chance.
-SAMPLE = 200
 # Derivatives of at least this precision do not agree with a likelihood by chance.
 FINE = 1e-4
 # The number of sums over classes that is enough to see an error which they have in common.
@@ -132,10 +129,8 @@ class Fit(NamedTuple):
             return ""
         over_classes = any(bool(((z.sum(axis) - 1).abs() <= 1e-3).all()) for axis in self._axes())
         g = self.derivative.to(z)
-        readings = torch.where(g < 0, -g * z, g * (1 - z)).flatten()
-        if over_classes or (
-            _tied_part(readings[readings > 0], self.tie) >= TIED and z.std() > 1e-3
-        ):
+        readings = torch.where(g < 0, -g * z, g * (1 - z)).clamp_min(0)
+        if over_classes or (self._are_weights(readings) and z.std() > 1e-3):
             return (
                 "the model's outputs are probabilities; return logits from the model and use "
                 "cross_entropy or binary_cross_entropy_with_logits, or select the logits with "
@@ -156,12 +151,15 @@ class Fit(NamedTuple):
 
     def precise(self, reading: Reading) -> Tensor:
         """Return the readings that are not zero and hardly affected by rounding."""
+        return reading.weights[self._is_precise(reading)]
+
+    def _is_precise(self, reading: Reading) -> Tensor:
         weights = reading.weights
         size = self.derivative.abs().to(weights)
         if size.shape != weights.shape:  # two classes: both derivatives have the same size
             size = size.amax(_class_axis(size, weights), keepdim=True)
         used = (weights > 0) & (size > 0.1 * weights)
-        return weights[used] if bool(used.any()) else weights[weights > 0]
+        return used if bool(used.any()) else weights > 0
 
     def _axes(self) -> list[int]:
         """Return the dimensions that may be those of classes."""
@@ -227,12 +225,19 @@ class Fit(NamedTuple):
         return bool(reading.certain.all())
 
     def _is_bernoulli(self) -> bool:
-        readings = self.precise(Bernoulli().read(self.outputs, self.derivative))
-        return _tied_part(readings, self.tie) >= TIED
+        reading = Bernoulli().read(self.outputs, self.derivative)
+        return self._are_weights(torch.where(self._is_precise(reading), reading.weights, 0))
+
+    def _are_weights(self, readings: Tensor) -> bool:
+        """Return whether readings agree with each other; they are zero where unknown."""
+        if self.tie > FINE:
+            return are_weights(readings, self.derivative, self.tie)
+        return _tied_part(readings[readings > 0], self.tie) >= TIED
 
     def _outputs_vary(self) -> bool:
         z = at_least_float32(self.outputs)
-        return z.numel() > 1 and bool(z.sigmoid().std() > 1e-3)
+        least = max(1e-3, torch.finfo(self.derivative.dtype).eps)
+        return z.numel() > 1 and bool(z.sigmoid().std() > least)
 
     def _has_constant_size(self) -> bool:
         sizes = self.derivative.abs().flatten()
