@@ -9,6 +9,7 @@ import itertools
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.testing import assert_close
 
 import kfc
 from kfc.fisher.fit import Fit
+from kfc.fisher.loss import Loss
 from kfc.fisher.reading import excess_of_categories, read_categorical, read_classes
 
 # Computes the loss from the outputs for a part of the batch.
@@ -831,6 +833,16 @@ def test_equal_outputs_do_not_decide():
         optimizer.step()
         assert expected in optimizer.describe()
     optimizer.close()
+
+
+def test_a_new_choice_fits_although_an_earlier_one_did_not():
+    examined = Loss(None, strict=False)
+    steps = [(torch.zeros(N, 5), torch.rand(N, 5), False), (torch.randn(N, 5), BINARY, True)]
+    for outputs, targets, fits in steps:
+        loss = partial(F.binary_cross_entropy_with_logits, target=targets.float())
+        with nullcontext() if fits else pytest.warns(UserWarning, match="taken for a mean squared"):
+            examined.examine(outputs, derivative_of(loss, outputs), 1)
+        assert examined.tells_excess == fits
 
 
 UNNOTICED = {

@@ -140,6 +140,7 @@ class Loss:
         fit = Fit(outputs, derivative)
         if self.likelihood is None or (self._is_automatic and self._examined_at is None):
             self.likelihood, self.reason, advice = fit.choose()
+            self._fits = True  # an earlier report was about an earlier choice
             what = "the likelihood cannot be determined from the loss"
         else:
             advice = fit.mismatch(self.likelihood)
