@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 import kfc
 from kfc.fisher.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
@@ -122,6 +123,25 @@ def test_training_with_autocast():
     optimizer.step()
     optimizer.close()
     assert "Gaussian" in optimizer.describe()
+
+
+@pytest.mark.parametrize("size", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize(("hard", "mode"), [(0.0, "assumed"), (0.3, "largest"), (1.0, "terms")])
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_binary_targets_between_0_and_1(factor, hard, mode, size):
+    """Without targets of 0 or 1, weights are those of the reduction."""
+    for shape in ((64, 1), (64, 10), (64, 100)):
+        z = (size * torch.randn(shape)).bfloat16().requires_grad_()
+        targets = torch.rand(shape)
+        targets = torch.where(torch.rand(shape) < hard, targets.round(), 0.1 + 0.8 * targets)
+        scale = factor if hard else 1.0
+        loss = scale * F.binary_cross_entropy_with_logits(z.float(), targets)
+        (derivative,) = torch.autograd.grad(loss, z)
+        examined, assumed = Loss(Bernoulli(), strict=True), 1 / z.numel()
+        examined.examine(z.detach(), derivative, 1)
+        weights = torch.as_tensor(examined.terms(z.detach(), derivative, assumed).weights)
+        assert examined.mode == mode
+        assert_close(weights.mean(), torch.tensor(scale * assumed), rtol=0.02, atol=0)
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS)

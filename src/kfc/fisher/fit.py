@@ -8,7 +8,7 @@ from torch import Tensor
 from kfc._helpers import at_least_float32
 from kfc.fisher.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from kfc.fisher.reading import Reading, tolerance
-from kfc.fisher.ties import SAMPLE, TIED, are_weights
+from kfc.fisher.ties import NEAR, SAMPLE, TIED, WIDE, are_weights
 
 # The part of elements with a target of exactly 0 or 1 that is enough to read their common weight.
 FEWEST_HARD = 0.02
@@ -153,6 +153,10 @@ class Fit(NamedTuple):
         """Return the readings that are not zero and hardly affected by rounding."""
         return reading.weights[self._is_precise(reading)]
 
+    def agree(self, reading: Reading) -> bool:
+        """Return whether readings are weights, because targets are 0 or 1."""
+        return self._are_weights(torch.where(self._is_precise(reading), reading.weights, 0))
+
     def _is_precise(self, reading: Reading) -> Tensor:
         weights = reading.weights
         size = self.derivative.abs().to(weights)
@@ -225,13 +229,15 @@ class Fit(NamedTuple):
         return bool(reading.certain.all())
 
     def _is_bernoulli(self) -> bool:
-        reading = Bernoulli().read(self.outputs, self.derivative)
-        return self._are_weights(torch.where(self._is_precise(reading), reading.weights, 0))
+        return self.agree(Bernoulli().read(self.outputs, self.derivative))
 
     def _are_weights(self, readings: Tensor) -> bool:
         """Return whether readings agree with each other; they are zero where unknown."""
         if self.tie > FINE:
-            return are_weights(readings, self.derivative, self.tie)
+            g = self.derivative
+            if g.shape != readings.shape:
+                g = g.narrow(_class_axis(g, readings), 0, 1)
+            return are_weights(readings, g, self.tie)
         return _tied_part(readings[readings > 0], self.tie) >= TIED
 
     def _outputs_vary(self) -> bool:
@@ -284,7 +290,7 @@ def _tied_part(readings: Tensor, tie: float) -> float:
     return float(tied.double().mean())
 
 
-def two_class_mode(readings: Tensor, assumed: float, tie: float) -> str:
+def two_class_mode(readings: Tensor, assumed: float, tie: float, *, agree: bool) -> str:
     """Return how to find weights if targets have two values; see ``kfc.fisher.loss.Loss``.
 
     Readings of targets between 0 and 1 are below the weight and differ from each other.
@@ -293,11 +299,12 @@ def two_class_mode(readings: Tensor, assumed: float, tie: float) -> str:
         readings: c if targets are 0 or 1, otherwise a lower bound.
         assumed: the weight that the reduction says.
         tie: the relative difference of readings that agree.
+        agree: whether they agree with each other.
     """
-    if readings.numel() == 1 or _tied_part(readings, tie) >= TIED:
+    if readings.numel() == 1 or agree:
         return "elements"
     largest = readings.amax()
-    at_top = readings >= (1 - tie) * largest
-    if int(at_top.sum()) >= max(2, FEWEST_HARD * readings.numel()):
+    at_top, below = (int((readings >= (1 - d) * largest).sum()) for d in (tie, WIDE * tie))
+    if at_top >= max(2, FEWEST_HARD * readings.numel(), NEAR * below):
         return "largest"
-    return "elements" if float(largest) > (1 + 1e-3) * assumed else "assumed"
+    return "elements" if float(largest) > (1 + max(1e-3, tie)) * assumed else "assumed"

@@ -177,7 +177,8 @@ class Loss:
             pass  # a batch of mixtures does not discard what earlier batches established
         elif fit.has_two_classes(self.likelihood):
             assumed = self.likelihood.term_weight(fit.outputs)
-            self.mode = two_class_mode(fit.precise(reading), assumed, fit.tie)
+            agree = fit.agree(reading)
+            self.mode = two_class_mode(fit.precise(reading), assumed, fit.tie, agree=agree)
         else:
             self.mode = "assumed"
             self._check_size(fit, float(reading.weights.amax()))
