@@ -9,6 +9,7 @@ import itertools
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import kfc
+from kfc.fisher.fit import Fit
+from kfc.fisher.loss import Loss
 from kfc.fisher.reading import excess_of_categories, read_categorical, read_classes
 
 # Computes the loss from the outputs for a part of the batch.
@@ -816,6 +819,34 @@ def test_a_loss_that_does_not_fit_is_noticed(name):
     strict.close()
 
 
+def small_logits_loss(name: str, logits: Tensor) -> Tensor:
+    classes = logits.shape[1]
+    labels = torch.randint(classes, (len(logits),))
+    if name == "smoothing with sample weights":
+        losses = F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="none")
+        return (torch.rand(len(logits)) * losses).mean()
+    if name == "smoothing and mixup":
+        mixed = 0.7 * F.one_hot(labels, classes) + 0.3 * F.one_hot(labels.flip(0), classes)
+        return F.cross_entropy(logits, 0.9 * mixed + 0.1 / classes)
+    if name == "smoothing":
+        return F.cross_entropy(logits, labels, label_smoothing=0.1)
+    return F.cross_entropy(logits / float(name), labels)
+
+
+@pytest.mark.parametrize("classes", [4, 10, 100])
+@pytest.mark.parametrize("size", [0.05, 0.1, 0.3])
+@pytest.mark.parametrize(
+    "name", ["smoothing", "smoothing with sample weights", "smoothing and mixup", "0.5", "0.9", "2"]
+)
+def test_smoothing_of_small_logits_is_no_temperature(name, size, classes):
+    """Both derivatives are almost linear in small logits."""
+    logits = size * torch.randn(128, classes)
+    derivative = derivative_of(lambda z: small_logits_loss(name, z), logits)
+    advice = Fit(logits, derivative).mismatch(kfc.Categorical())
+    expected = f"divided by {name}" if name[0].isdigit() else ""
+    assert (expected in advice) if expected else not advice
+
+
 def test_equal_outputs_do_not_decide():
     """Squared errors of outputs that are all zero look like binary cross-entropy."""
     model = Linear(5)
@@ -830,6 +861,16 @@ def test_equal_outputs_do_not_decide():
         optimizer.step()
         assert expected in optimizer.describe()
     optimizer.close()
+
+
+def test_a_new_choice_fits_although_an_earlier_one_did_not():
+    examined = Loss(None, strict=False)
+    steps = [(torch.zeros(N, 5), torch.rand(N, 5), False), (torch.randn(N, 5), BINARY, True)]
+    for outputs, targets, fits in steps:
+        loss = partial(F.binary_cross_entropy_with_logits, target=targets.float())
+        with nullcontext() if fits else pytest.warns(UserWarning, match="taken for a mean squared"):
+            examined.examine(outputs, derivative_of(loss, outputs), 1)
+        assert examined.tells_excess == fits
 
 
 UNNOTICED = {

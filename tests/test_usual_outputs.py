@@ -88,6 +88,22 @@ def test_unambiguous_outputs_are_found(name, kind):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("name", ["record", "tuple", "list"])
+def test_some_passes_may_return_only_the_tensor(name):
+    model, plain = Model(RESULTS[name]), Model()
+    optimizers = kfc.KFC(model, likelihood="gaussian"), kfc.KFC(plain, likelihood="gaussian")
+    for _ in range(3):
+        x = torch.randn(12, 6)
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(x)
+            F.mse_loss(each.logits, torch.zeros_like(each.logits)).backward()
+            optimizer.step()
+        model.returned = None
+    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own, expected)
+
+
 @pytest.mark.parametrize(
     "returned",
     [

@@ -8,13 +8,14 @@ from torch import Tensor
 from kfc._helpers import at_least_float32
 from kfc.fisher.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from kfc.fisher.reading import Reading, tolerance
+from kfc.fisher.ties import NEAR, SAMPLE, TIED, WIDE, are_weights
 
-# The part of the readings that agree with another one, if targets are 0 or 1.
-TIED = 0.9
 # The part of elements with a target of exactly 0 or 1 that is enough to read their common weight.
 FEWEST_HARD = 0.02
-# The number of readings that are compared: among many some agree by chance.
-SAMPLE = 200
+# Derivatives of at least this precision do not agree with a likelihood by chance.
+FINE = 1e-4
+# The number of sums over classes that is enough to see an error which they have in common.
+FEWEST_SUMS = 4
 
 
 class Fit(NamedTuple):
@@ -110,12 +111,11 @@ class Fit(NamedTuple):
             for v in (z, torch.where(positive, g, 1).log())
         )
         spread, slope = x.square().sum(), (x * y).sum() / x.square().sum()
-        is_line = (y - slope * x).square().sum() <= 1e-4 * y.square().sum()
-        if (
-            bool(single.any())
-            and bool(spread > 1e-3)
-            and bool(is_line & ((slope - 1).abs() > 0.02))
-        ):
+        error = (y - slope * x).square().sum()
+        is_line = (error <= 1e-4 * y.square().sum()) & ((slope - 1).abs() > 0.02)
+        # For small logits log(c p - s), as of smoothed targets, is almost a line too.
+        is_better = (slope < 1) | (error <= 0.1 * _distance_from_smoothed(p, g, positive))
+        if bool(single.any()) and bool(spread > 1e-3) and bool(is_line & is_better):
             return (
                 f"it computes the softmax of the outputs divided by {1 / float(slope):.3g}; divide "
                 "in the model instead, or pass a kfc.Likelihood of your own"
@@ -129,10 +129,8 @@ class Fit(NamedTuple):
             return ""
         over_classes = any(bool(((z.sum(axis) - 1).abs() <= 1e-3).all()) for axis in self._axes())
         g = self.derivative.to(z)
-        readings = torch.where(g < 0, -g * z, g * (1 - z)).flatten()
-        if over_classes or (
-            _tied_part(readings[readings > 0], self.tie) >= TIED and z.std() > 1e-3
-        ):
+        readings = torch.where(g < 0, -g * z, g * (1 - z)).clamp_min(0)
+        if over_classes or (self._are_weights(readings) and z.std() > 1e-3):
             return (
                 "the model's outputs are probabilities; return logits from the model and use "
                 "cross_entropy or binary_cross_entropy_with_logits, or select the logits with "
@@ -153,12 +151,19 @@ class Fit(NamedTuple):
 
     def precise(self, reading: Reading) -> Tensor:
         """Return the readings that are not zero and hardly affected by rounding."""
+        return reading.weights[self._is_precise(reading)]
+
+    def agree(self, reading: Reading) -> bool:
+        """Return whether readings are weights, because targets are 0 or 1."""
+        return self._are_weights(torch.where(self._is_precise(reading), reading.weights, 0))
+
+    def _is_precise(self, reading: Reading) -> Tensor:
         weights = reading.weights
         size = self.derivative.abs().to(weights)
         if size.shape != weights.shape:  # two classes: both derivatives have the same size
             size = size.amax(_class_axis(size, weights), keepdim=True)
         used = (weights > 0) & (size > 0.1 * weights)
-        return weights[used] if bool(used.any()) else weights[weights > 0]
+        return used if bool(used.any()) else weights > 0
 
     def _axes(self) -> list[int]:
         """Return the dimensions that may be those of classes."""
@@ -181,15 +186,36 @@ class Fit(NamedTuple):
             leniently: also accept what may be rounding if c follows from only one other class.
         """
         g = at_least_float32(self.derivative)
-        sizes, sums = g.abs().sum(axis), g.sum(axis).abs()
-        rounding = 4 * torch.finfo(self.derivative.dtype).eps
-        allowed = max(1e-3, rounding) * sizes + rounding * sizes.amax()
-        if bool((sums <= allowed).all()):
+        eps = torch.finfo(self.derivative.dtype).eps
+        sums, sizes = g.sum(axis), g.abs().sum(axis)
+        allowed = 1e-3 * sizes + 4 * eps * sizes.amax()
+        if self.tie > FINE:
+            # Rounding errors of different classes cancel in part: their sum is that of the norm.
+            sizes = g.square().sum(axis).sqrt()
+            allowed = max(1e-3, eps) * sizes + eps * sizes.amax()
+        if bool((sums.abs() <= allowed).all()):
             return True
         reading = Categorical(axis=axis).read(self.outputs, self.derivative)
-        weights, certain = (each.squeeze(axis) for each in reading)
-        by_weight = (certain | leniently) & (sums <= rounding * weights)
-        return bool(((sums <= allowed) | by_weight).all())
+        weights, known = (each.squeeze(axis) for each in reading)
+        if leniently:
+            known = known | ((g > 0).sum(axis) == 1) | (self.tie <= FINE)
+        by_weight = known & (sums.abs() <= 4 * eps * weights)
+        fits = bool(((sums.abs() <= allowed) | by_weight).all())
+        return fits or (self.tie > FINE and self._have_common_error(axis, sums))
+
+    def _have_common_error(self, axis: int, sums: Tensor) -> bool:
+        """Return whether sums over classes are those of a loss computed in low precision.
+
+        Its probabilities, of rounded logarithms, do not add up to 1. The sums are what they add up
+        to in excess of it, times c.
+        """
+        sizes = at_least_float32(self.derivative).abs().sum(axis)
+        log_p = self.outputs.to(self.derivative.dtype).log_softmax(axis)
+        error = torch.where(sizes > 0, at_least_float32(log_p).exp().sum(axis) - 1, 0)
+        is_small = (sums.abs() <= self.tie * (sizes + sizes.amax())).all()
+        slope = (sums * error).sum() / error.square().sum()
+        left = (sums - slope * error).square().sum() <= 0.1 * sums.square().sum()
+        return bool(is_small & (slope > 0) & left) and int((error != 0).sum()) >= FEWEST_SUMS
 
     def _are_log_probabilities(self, axis: int) -> bool:
         if bool((self.derivative > 0).any()):
@@ -203,18 +229,43 @@ class Fit(NamedTuple):
         return bool(reading.certain.all())
 
     def _is_bernoulli(self) -> bool:
-        readings = self.precise(Bernoulli().read(self.outputs, self.derivative))
-        return _tied_part(readings, self.tie) >= TIED
+        return self.agree(Bernoulli().read(self.outputs, self.derivative))
+
+    def _are_weights(self, readings: Tensor) -> bool:
+        """Return whether readings agree with each other; they are zero where unknown."""
+        if self.tie > FINE:
+            g = self.derivative
+            if g.shape != readings.shape:
+                g = g.narrow(_class_axis(g, readings), 0, 1)
+            return are_weights(readings, g, self.tie)
+        return _tied_part(readings[readings > 0], self.tie) >= TIED
 
     def _outputs_vary(self) -> bool:
         z = at_least_float32(self.outputs)
-        return z.numel() > 1 and bool(z.sigmoid().std() > 1e-3)
+        least = max(1e-3, torch.finfo(self.derivative.dtype).eps)
+        return z.numel() > 1 and bool(z.sigmoid().std() > least)
 
     def _has_constant_size(self) -> bool:
         sizes = self.derivative.abs().flatten()
         largest = sizes >= (1 - tolerance(self.derivative)) * sizes.amax()
         # The largest one agrees with itself, and a few others may do so by chance.
         return int(largest.sum()) > max(3, 0.1 * sizes.numel())
+
+
+def _distance_from_smoothed(p: Tensor, g: Tensor, used: Tensor) -> Tensor:
+    """Return the sum of squared relative errors of the closest c p - s, for each term its own.
+
+    Args:
+        used: the elements that are compared; classes are the last dimension.
+    """
+    count = used.sum(-1, keepdim=True).clamp_min(1)
+    dp, dg = (
+        torch.where(used, v - torch.where(used, v, 0).sum(-1, keepdim=True) / count, 0)
+        for v in (p, g)
+    )
+    spread = dp.square().sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
+    slope = (dp * dg).sum(-1, keepdim=True) / spread
+    return ((dg - slope * dp) / torch.where(used, g, 1)).square().sum()
 
 
 def _class_axis(wide: Tensor, narrow: Tensor) -> int:
@@ -239,7 +290,7 @@ def _tied_part(readings: Tensor, tie: float) -> float:
     return float(tied.double().mean())
 
 
-def two_class_mode(readings: Tensor, assumed: float, tie: float) -> str:
+def two_class_mode(readings: Tensor, assumed: float, tie: float, *, agree: bool) -> str:
     """Return how to find weights if targets have two values; see ``kfc.fisher.loss.Loss``.
 
     Readings of targets between 0 and 1 are below the weight and differ from each other.
@@ -248,11 +299,12 @@ def two_class_mode(readings: Tensor, assumed: float, tie: float) -> str:
         readings: c if targets are 0 or 1, otherwise a lower bound.
         assumed: the weight that the reduction says.
         tie: the relative difference of readings that agree.
+        agree: whether they agree with each other.
     """
-    if readings.numel() == 1 or _tied_part(readings, tie) >= TIED:
+    if readings.numel() == 1 or agree:
         return "elements"
     largest = readings.amax()
-    at_top = readings >= (1 - tie) * largest
-    if int(at_top.sum()) >= max(2, FEWEST_HARD * readings.numel()):
+    at_top, below = (int((readings >= (1 - d) * largest).sum()) for d in (tie, WIDE * tie))
+    if at_top >= max(2, FEWEST_HARD * readings.numel(), NEAR * below):
         return "largest"
-    return "elements" if float(largest) > (1 + 1e-3) * assumed else "assumed"
+    return "elements" if float(largest) > (1 + max(1e-3, tie)) * assumed else "assumed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -33,17 +34,22 @@ def usual_output(result: Any) -> Output | None:
 
     These are the attribute ``logits``, as in Hugging Face's ``ModelOutput``; or, in a tuple or
     list, the only tensor of floating-point numbers that requires a gradient and has at least one
-    dimension. If gradients are off, the only one of them all.
+    dimension. If gradients are off, the only one of them all. A tensor is taken as it is, because
+    some models return more only in some passes.
     """
     if isinstance(getattr(result, "logits", None), Tensor):
-        return attrgetter("logits")
+        return partial(_unless_tensor, attrgetter("logits"))
     if not isinstance(result, (tuple, list)):
         return None
     leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     found = [leaf for leaf in leaves if leaf.is_floating_point() and leaf.dim()]
     found = [leaf for leaf in found if leaf.requires_grad] or found
     places = [index for index, item in enumerate(result) if len(found) == 1 and item is found[0]]
-    return itemgetter(places[0]) if places else None
+    return partial(_unless_tensor, itemgetter(places[0])) if places else None
+
+
+def _unless_tensor(select: Output, result: Any) -> Any:
+    return result if isinstance(result, Tensor) else select(result)
 
 
 def select_output(result: Any, output: Output | None) -> Tensor:

@@ -140,6 +140,7 @@ class Loss:
         fit = Fit(outputs, derivative)
         if self.likelihood is None or (self._is_automatic and self._examined_at is None):
             self.likelihood, self.reason, advice = fit.choose()
+            self._fits = True  # an earlier report was about an earlier choice
             what = "the likelihood cannot be determined from the loss"
         else:
             advice = fit.mismatch(self.likelihood)
@@ -176,7 +177,8 @@ class Loss:
             pass  # a batch of mixtures does not discard what earlier batches established
         elif fit.has_two_classes(self.likelihood):
             assumed = self.likelihood.term_weight(fit.outputs)
-            self.mode = two_class_mode(fit.precise(reading), assumed, fit.tie)
+            agree = fit.agree(reading)
+            self.mode = two_class_mode(fit.precise(reading), assumed, fit.tie, agree=agree)
         else:
             self.mode = "assumed"
             self._check_size(fit, float(reading.weights.amax()))
