@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import io
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfc._helpers import group_timeout, is_in_join
 from kfc.distributed.options import Group
+
+if dist.is_available():
+    # If torch imports this module while there is a group, as the first wrapper makes it do, the
+    # defaults of its functions refer to the group for ever, and threads of gloo do not end.
+    import torch.distributed.nn.functional
 
 # Large enough for few calls, small enough to send one bucket while the next is packed.
 BUCKET_BYTES = 25 * 2**20
@@ -305,15 +309,7 @@ def leave_group(*, together: bool = True) -> None:
     Args:
         together: wait for all ranks first, so that none finds its connections closed.
     """
-    gc.collect()  # of wrappers and optimizers, which are in cycles of references
+    gc.collect()  # wrappers and optimizers are in cycles of references
     if together:
         dist.barrier()
-    group = dist.group.WORLD
     dist.destroy_process_group()
-    # If torch imports this module while there is a group, as the first wrapper makes it do, the
-    # defaults of its functions refer to the group for ever.
-    module = sys.modules.get("torch.distributed.nn.functional")
-    for function in list(vars(module).values()) if module is not None else ():
-        defaults = getattr(function, "__defaults__", None) or ()
-        if any(default is group for default in defaults):
-            function.__defaults__ = tuple(None if d is group else d for d in defaults)
