@@ -136,11 +136,9 @@ def _treatment(name: str, module: nn.Module) -> Layer | PlainGradient:
             raise ValueError(
                 f"{name}.{role} has dtype {parameter.dtype}; only real parameters can be trained"
             )
-    for role in ("weight", "bias"):
-        own = module._parameters.get(role)
-        if own is not None and not own.is_floating_point():
-            return PlainGradient(f"its {role} has dtype {own.dtype}")
-        if own is not None and not own.numel():
+        if role in ("weight", "bias") and not parameter.is_floating_point():
+            return PlainGradient(f"its {role} has dtype {parameter.dtype}")
+        if role in ("weight", "bias") and not parameter.numel():
             return PlainGradient(f"its {role} is empty")
     treatment = layer_for(module)
     known = next(cls for cls in type(module).__mro__ if cls in layer_for.registry)

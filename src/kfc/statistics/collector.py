@@ -232,8 +232,7 @@ class Collector:
         model = self.model
         reached = "unknown" if self._estimating else will_reach(model.parameters(), self._reached)
         if reached == "nothing":
-            if observation.recorded is not None:
-                observation.recorded.ignore_backward()
+            observation.ignore_backward()
             return
         self._passes.undo_failed()
         if reached == "gradients":
@@ -274,10 +273,9 @@ class Collector:
         likelihood, recorded = loss.likelihood, observation.recorded
         is_first = name not in observation.derivatives
         observation.add_derivative(name, derivative)
-        if recorded is None or likelihood is None or not self._draws_targets:
+        is_used = self._draws_targets and (is_first or loss.is_read)  # as in weights_by_pass
+        if recorded is None or likelihood is None or not is_used:
             return
-        if not (is_first or loss.is_read):
-            return  # as in weights_by_pass
         examples, scale = observation.examples, self.known.loss_scale
         if self._estimating:
             scale = 1.0

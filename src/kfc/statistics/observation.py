@@ -86,6 +86,11 @@ class Observation:
         """Record that a backward pass adds to the gradients of parameters."""
         self.has_gradients = True
 
+    def ignore_backward(self) -> None:
+        """Gather nothing in the running backward pass, which is not that of a training step."""
+        if self.recorded is not None:
+            self.recorded.ignore_backward()
+
     def fail(self) -> None:
         """Forget a backward pass that failed; no statistics can be gathered from this pass."""
         self.derivatives = {}
