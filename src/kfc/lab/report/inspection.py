@@ -178,7 +178,7 @@ def inspection_verdict(inspections: Sequence[Inspection]) -> str:
     hold, roughly, fail = (verdicts.count(name) for name in ("holds", "roughly", "fails"))
     found = f"Of the tested assumptions, {hold} hold, {roughly} hold roughly and {fail} fail"
     if unclear := verdicts.count("unclear"):
-        found += f"; {unclear} need more batches to tell"
+        found += f"; {unclear} {'need' if unclear > 1 else 'needs'} more batches to tell"
     decreases = [
         quality.decrease
         for layer in layers
