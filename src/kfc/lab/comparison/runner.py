@@ -192,8 +192,9 @@ class ComparisonRunner:
 
     def _was_tried(self, run: ComparedRun, seconds: float) -> bool:
         """Return whether a candidate has trained for so long after its first estimate."""
-        estimate = run.record().estimate
-        return self._trainers[run].seconds - (estimate["seconds"] if estimate else 0.0) >= seconds
+        trainer, estimate = self._trainers[run], run.record().estimate
+        trained = trainer.seconds - (estimate["seconds"] if estimate else 0.0)
+        return trainer.update > 0 and trained >= seconds
 
     def _has_reached_goals(self, run: ComparedRun) -> bool:
         goals = {
