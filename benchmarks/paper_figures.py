@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from drawing import Axis, Line, Panel, document, segment, text
 from paper_curves import NOT_CHOSEN, TEST, TRAIN, Curve, Row, chosen, collect, read_curves, seeds_of
@@ -111,42 +112,39 @@ def _lines(curves: Sequence[Curve], count: str, measure: str) -> Iterator[Line]:
 # The tables
 
 
+class Goal(NamedTuple):
+    """An error to reach, in percent, and the unit of what is needed for it."""
+
+    measure: str
+    value: float
+    count: str = "processor_seconds"
+
+    def __str__(self) -> str:
+        return f"{self.value:g}% {'training' if self.measure == TRAIN else 'test'} error"
+
+
 @dataclass(frozen=True)
 class Claim:
     """A number of the paper: what both methods need to reach an error.
 
     Attributes:
         paper: the paper's numbers for KFC, SGD and their ratio.
-        count: the unit in which they are compared.
     """
 
-    what: str
+    data: str
     comparison: str
-    measure: str
-    value: float
-    count: str
+    goal: Goal
     paper: tuple[str, str, str]
 
 
 CLAIMS = (
+    Claim("CIFAR-10", "figure3-cifar10", Goal(TEST, 19.0), ("3 min", "9 min", "3x")),
+    Claim("CIFAR-10", "figure3-cifar10", Goal(TRAIN, 6.0), ("4 min", "30 min", "7.5x")),
+    Claim("SVHN", "figure3-svhn", Goal(TEST, 2.78), ("120 min", "not in 250 min", "> 2x")),
     Claim(
-        "CIFAR-10, 19% test error",
-        *("figure3-cifar10", TEST, 19.0, "processor_seconds"),
-        ("3 min", "9 min", "3x"),
-    ),
-    Claim(
-        "CIFAR-10, 6% training error",
-        *("figure3-cifar10", TRAIN, 6.0, "processor_seconds"),
-        ("4 min", "30 min", "7.5x"),
-    ),
-    Claim(
-        "SVHN, 2.78% test error",
-        *("figure3-svhn", TEST, 2.78, "processor_seconds"),
-        ("120 min", "not in 250 min", "> 2x"),
-    ),
-    Claim(
-        "CIFAR-10, batch 4096, 10% training error",
-        *("figure5", TRAIN, 10.0, "update"),
+        "CIFAR-10, batch 4096",
+        "figure5",
+        Goal(TRAIN, 10.0, "update"),
         ("300 updates", "6,000 updates", "20x"),
     ),
 )
@@ -159,14 +157,15 @@ def headline_table() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for claim in CLAIMS:
-        here = reached(chosen(claim.comparison), "KFC", "SGD", claim)
-        lines.append(f"| {claim.what} | {' | '.join(claim.paper)} | {' | '.join(here)} |")
+        here = reached(chosen(claim.comparison), "KFC", "SGD", claim.goal)
+        what = f"{claim.data}, {claim.goal}"
+        lines.append(f"| {what} | {' | '.join(claim.paper)} | {' | '.join(here)} |")
     cost = epoch_cost()
     lines.append(f"| cost of an epoch, relative to SGD's | < 2x | | | {cost} | | |")
     return "\n".join(lines)
 
 
-def reached(curves: dict[str, Curve], ours: str, theirs: str, claim: Claim) -> list[str]:
+def reached(curves: dict[str, Curve], ours: str, theirs: str, goal: Goal) -> list[str]:
     """Return what two methods needed, and the ratio; of a run that was not so far, where it is."""
     rows = {}
     cells = []
@@ -175,31 +174,31 @@ def reached(curves: dict[str, Curve], ours: str, theirs: str, claim: Claim) -> l
         if curve is None:
             cells.append("not run")
             continue
-        rows[name] = curve.first_reaching(claim.measure, claim.value)
-        cells.append(_amount(rows[name], claim) or _position(curve, claim))
+        rows[name] = curve.first_reaching(goal.measure, goal.value)
+        cells.append(_amount(rows[name], goal) or _position(curve, goal))
     ratio = ""
     if len(rows) == 2 and (own := rows[ours]) is not None:
         other, bound = (rows[theirs], "") if rows[theirs] else (curves[theirs].last, "> ")
         assert other is not None
-        ratio = f"{bound}{other[claim.count] / own[claim.count]:.2g}x"
-        if bound and other[claim.count] <= own[claim.count]:
+        ratio = f"{bound}{other[goal.count] / own[goal.count]:.2g}x"
+        if bound and other[goal.count] <= own[goal.count]:
             ratio = "open"
     return [*cells, ratio]
 
 
-def _amount(row: Row | None, claim: Claim) -> str:
+def _amount(row: Row | None, goal: Goal) -> str:
     if row is None:
         return ""
-    if claim.count == "update":
+    if goal.count == "update":
         return f"{row['update']:,} updates"
-    return f"{row[claim.count]:,.0f} s, {row['update']:,} updates"
+    return f"{row[goal.count]:,.0f} s, {row['update']:,} updates"
 
 
-def _position(curve: Curve, claim: Claim) -> str:
+def _position(curve: Curve, goal: Goal) -> str:
     """Return where a run is that has not reached the error: its best, and how far it got."""
-    best = min(row[claim.measure] for row in curve.rows if row[claim.measure] is not None)
+    best = min(row[goal.measure] for row in curve.rows if row[goal.measure] is not None)
     last = curve.last
-    seconds = "" if claim.count == "update" else f" and {last['processor_seconds']:,.0f} s"
+    seconds = "" if goal.count == "update" else f" and {last['processor_seconds']:,.0f} s"
     return f"not in {last['update']:,} updates{seconds} ({best:.3g}%)"
 
 
@@ -226,12 +225,11 @@ def goals_table(curves: dict[str, Curve], count: str) -> str:
     """
     lines = [f"| to reach | {' | '.join(curves)} |", "|---" * (1 + len(curves)) + "|"]
     for measure, value in GOALS:
+        goal = Goal(measure, value, count)
         rows = [curve.first_reaching(measure, value) for curve in curves.values()]
         if any(rows):
-            claim = Claim("", "", measure, value, count, ("", "", ""))
-            cells = [_amount(row, claim) or "-" for row in rows]
-            split = "training" if measure == TRAIN else "test"
-            lines.append(f"| {value}% {split} error | {' | '.join(cells)} |")
+            cells = [_amount(row, goal) or "-" for row in rows]
+            lines.append(f"| {goal} | {' | '.join(cells)} |")
     ends = [f"{curve.last['update']:,}" for curve in curves.values()]
     lines.append(f"| updates so far | {' | '.join(ends)} |")
     return "\n".join(lines)
@@ -295,13 +293,11 @@ def seeds_table() -> str:
     """Return a table of what SGD and KFC needed in figure 3 with each seed, and the ratios."""
     lines = ["| to reach | SGD | KFC | SGD / KFC |", "|---|---|---|---|"]
     runs = [chosen(name) for name in seeds_of("figure3-cifar10")]
-    for measure, value in ((TRAIN, 10.0), (TRAIN, 6.0), (TEST, 20.0), (TEST, 19.0)):
-        claim = Claim("", "", measure, value, "processor_seconds", ("", "", ""))
-        needed = [reached(curves, "KFC", "SGD", claim) for curves in runs]
+    for goal in (Goal(TRAIN, 10.0), Goal(TRAIN, 6.0), Goal(TEST, 20.0), Goal(TEST, 19.0)):
+        needed = [reached(curves, "KFC", "SGD", goal) for curves in runs]
         ours, theirs, ratios = zip(*needed, strict=True)
-        split = "training" if measure == TRAIN else "test"
         cells = ["<br>".join(each) for each in (theirs, ours, ratios)]
-        lines.append(f"| {value:g}% {split} error | {' | '.join(cells)} |")
+        lines.append(f"| {goal} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -87,9 +87,9 @@ def test_a_figure_has_a_line_for_every_split_measure_and_axis(results):
     assert {"KFC, lr 0.003", "SGD, lr 0.01", "epochs", "loss"} <= set(texts)
 
 
-def claim(value, count="update"):
+def goal(value, count="update"):
     measure = paper_curves.TRAIN
-    return paper_figures.Claim("", "figure4", measure, value, count, ("", "", ""))
+    return paper_figures.Goal(measure, value, count)
 
 
 def first_update(errors, value):
@@ -101,18 +101,18 @@ def test_a_claim_says_what_both_needed_or_how_far_they_got(results):
     errors = {name: [row[paper_curves.TRAIN] for row in results[name].rows] for name in results}
     value = errors["SGD"][3]
     ours, theirs = (first_update(errors[name], value) for name in ("KFC", "SGD"))
-    reached = paper_figures.reached(results, "KFC", "SGD", claim(value))
+    reached = paper_figures.reached(results, "KFC", "SGD", goal(value))
     assert reached == [f"{ours} updates", f"{theirs} updates", f"{theirs / ours:.2g}x"]
 
     best = min(errors["SGD"])
-    hard = paper_figures.reached(results, "KFC", "SGD", claim(best - 1))
+    hard = paper_figures.reached(results, "KFC", "SGD", goal(best - 1))
     ours = first_update(errors["KFC"], best - 1)
     far = f"not in 320 updates ({best:.3g}%)"
     assert hard == [f"{ours} updates", far, f"> {320 / ours:.2g}x"]
 
-    late = paper_figures.reached(results, "KFC", "SGD", claim(min(errors["KFC"])))
+    late = paper_figures.reached(results, "KFC", "SGD", goal(min(errors["KFC"])))
     assert late[1:] == [far, "open"], "SGD was not trained for longer"
-    assert paper_figures.reached(results, "KFC", "Adam", claim(30.0))[1:] == ["not run", ""]
+    assert paper_figures.reached(results, "KFC", "Adam", goal(30.0))[1:] == ["not run", ""]
 
 
 def test_goals_are_listed_for_every_method(results):
