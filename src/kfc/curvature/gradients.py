@@ -92,7 +92,7 @@ class SquaredGradients(LayerStatistics):
         """Yield a few examples at a time, to limit the memory of rows and gradients."""
         examples, locations = calls[0].examples, self._locations(calls)
         per_location = self.layer.groups * self.width
-        gradient = 0 if self._factor(calls) else per_location * self.height
+        gradient = 0 if self._are_products(calls) else per_location * self.height
         step = max(1, CHUNK_ELEMENTS // (locations * per_location + gradient))
         for start in range(0, examples, step):
             yield [call.part(start, start + step) for call in calls]
@@ -102,13 +102,13 @@ class SquaredGradients(LayerStatistics):
         derivatives = sum(call.derivatives.numel() for call in calls) // calls[0].examples
         return derivatives // (self.layer.groups * self.height)
 
-    def _factor(self, calls: Sequence[_Call]) -> bool:
-        """Return whether the gradient of an example is the product of two vectors."""
+    def _are_products(self, calls: Sequence[_Call]) -> bool:
+        """Return whether gradients of examples are products of two vectors."""
         return self._locations(calls) == 1 and not self.layer.centred
 
     def _squares(self, calls: Sequence[_Call]) -> Tensor:
         """Return the sum over examples of squared gradients, (groups, I, n)."""
-        if self._factor(calls):
+        if self._are_products(calls):
             return self._squares_of_products(calls[0])
         gradients = sum(
             self.layer.example_gradients(call.source, call.derivatives, call.examples)

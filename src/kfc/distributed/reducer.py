@@ -204,6 +204,10 @@ class Reducer:
         """Return the numbers of every rank."""
         return [list(numbers)]
 
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        """Return the largest of every number over the ranks."""
+        return [max(each) for each in zip(*self.gather(numbers), strict=True)]
+
     # Inverses
 
     def compute(self, names: Iterable[str], make: Callable[[str], Inverse]) -> dict[str, Inverse]:

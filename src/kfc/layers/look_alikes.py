@@ -304,41 +304,49 @@ def _standardised(
 ) -> Iterator[Candidate]:
     """Yield a convolution with the standardised weight, with the κ and ε that fit best.
 
-    Outputs are κ / √(1 + ε/v) times those with ε = 0, v being the variance of a row of the weight.
-    So two sizes of the weight tell both numbers.
-
     Args:
         convolve: computes the outputs from the module, its inputs, a weight and a bias.
     """
-    shapes, small = _input_shapes(module), 1e-5
+    shapes = _input_shapes(module)
     generator = torch.Generator("cpu").manual_seed(1)
     inputs = torch.randn(shapes[0], generator=generator, dtype=torch.float32, device="cpu")
-    unit = standardised(module)
-
-    def ratios(size: float) -> Tensor:
-        """Return the outputs of every map relative to those with ε = 0 and κ = 1."""
-        with _weight_times(module, size):
-            outputs = type(module).forward(module, inputs.clone())
-        outputs = outputs - convolve(module, inputs, torch.zeros_like(unit), module.bias)
-        plain = convolve(module, inputs, unit, None)
-        outputs, plain = (maps.transpose(0, 1).flatten(1) for maps in (outputs, plain))
-        return (outputs * plain).sum(1) / plain.square().sum(1)
-
     try:
-        usual, tiny = ratios(1.0), ratios(small)
+        scale, epsilon = _fit_standardised(module, convolve, inputs)
     except Exception:  # inputs that the module does not accept, or outputs of another shape
         return
-    variances = module.weight.flatten(1).var(1, unbiased=False)
-    rest = (tiny / small).square() - usual.square()
-    epsilons = variances * (usual.square() - tiny.square()) / rest
-    epsilon = epsilons.median().clamp_min(0).item()
-    scale = (usual * (1 + epsilon / variances).sqrt()).median().item()
 
     def formula(module: _ConvNd, inputs: Tensor) -> Tensor:
         return convolve(module, inputs, scale * standardised(module, epsilon), module.bias)
 
     made = partial(layer, gain=gain_of(module), scale=scale, epsilon=epsilon)
     yield Candidate(made, shapes, formula, sizes=(1.0, 1e-2, 1e-4))
+
+
+def _fit_standardised(
+    module: _ConvNd, convolve: Callable[..., Tensor], inputs: Tensor
+) -> tuple[float, float]:
+    """Return κ and ε, from the outputs r of every map relative to those with κ = 1 and ε = 0.
+
+    With a row of the weight of variance v, multiplied by t, r = κ / √(1 + ε/(t²v)). So two sizes t
+    of the weight tell both numbers.
+    """
+    unit, small = standardised(module), 1e-5
+    plain = convolve(module, inputs, unit, None)
+    shift = convolve(module, inputs, torch.zeros_like(unit), module.bias)
+
+    def ratios(size: float) -> Tensor:
+        with _weight_times(module, size):
+            outputs = type(module).forward(module, inputs.clone()) - shift
+        own, other = (maps.transpose(0, 1).flatten(1) for maps in (outputs, plain))
+        result: Tensor = (own * other).sum(1) / other.square().sum(1)
+        return result
+
+    variances = module.weight.flatten(1).var(1, unbiased=False)
+    usual, tiny = ratios(1.0), ratios(small)
+    change = usual.square() - tiny.square()
+    epsilons = variances * change / ((tiny / small).square() - usual.square())
+    epsilon = epsilons.median().clamp_min(0).item()
+    return (usual * (1 + epsilon / variances).sqrt()).median().item(), epsilon
 
 
 @contextmanager

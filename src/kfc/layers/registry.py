@@ -126,28 +126,13 @@ def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _treatment(name: str, module: nn.Module) -> Layer | PlainGradient:
-    for role, parameter in _own_parameters(module).items():
-        if isinstance(parameter, UninitializedParameter):
-            raise ValueError(
-                f"{name}.{role} is not initialised yet: {type(module).__name__} is a lazy module; "
-                "run one batch through the model before giving it to the optimizer"
-            )
-        if parameter.requires_grad and not parameter.is_floating_point():
-            raise ValueError(
-                f"{name}.{role} has dtype {parameter.dtype}; only real parameters can be trained"
-            )
-        if role in ("weight", "bias") and not parameter.is_floating_point():
-            return PlainGradient(f"its {role} has dtype {parameter.dtype}")
-        if role in ("weight", "bias") and not parameter.numel():
-            return PlainGradient(f"its {role} is empty")
+    reason = _unsuitable_parameters(name, module)
+    if reason:
+        return PlainGradient(reason)
     treatment = layer_for(module)
     known = next(cls for cls in type(module).__mro__ if cls in layer_for.registry)
     if isinstance(treatment, PlainGradient):
-        if known is not object:
-            return treatment
-        was_frozen = not any(p.requires_grad for p in _own_parameters(module).values())
-        reason = f"{type(module).__name__} was frozen when the optimizer was made"
-        return look_alike(module) or (PlainGradient(reason) if was_frozen else treatment)
+        return _by_running(module, treatment.reason) if known is object else treatment
     if module._parameters.get(treatment.names.get("weight", "weight")) is None:
         if not hasattr(module, "weight"):
             raise ValueError(
@@ -158,10 +143,42 @@ def _treatment(name: str, module: nn.Module) -> Layer | PlainGradient:
     for method in METHODS:
         inherited = getattr(type(module), method, None) is getattr(known, method, None)
         if method in module.__dict__ or not inherited:
-            return look_alike(module, type(treatment)) or PlainGradient(
-                f"{type(module).__name__} overrides {method}; register a layer class for it"
-            )
+            reason = f"{type(module).__name__} overrides {method}; register a layer class for it"
+            return _by_running(module, reason, type(treatment))
     return treatment
+
+
+def _unsuitable_parameters(name: str, module: nn.Module) -> str:
+    """Return why the parameters of a module have no factors; empty if they may have.
+
+    Raises:
+        ValueError: if they cannot be trained at all.
+    """
+    for role, parameter in _own_parameters(module).items():
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(
+                f"{name}.{role} is not initialised yet: {type(module).__name__} is a lazy module; "
+                "run one batch through the model before giving it to the optimizer"
+            )
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise ValueError(
+                f"{name}.{role} has dtype {parameter.dtype}; only real parameters can be trained"
+            )
+        if role in ("weight", "bias"):
+            if not parameter.is_floating_point():
+                return f"its {role} has dtype {parameter.dtype}"
+            if not parameter.numel():
+                return f"its {role} is empty"
+    return ""
+
+
+def _by_running(
+    module: nn.Module, reason: str, stock: type[Layer] | None = None
+) -> Layer | PlainGradient:
+    """Return the layer that a module is found to compute, or a plain gradient for a reason."""
+    if not any(p.requires_grad for p in _own_parameters(module).values()):
+        reason = f"{type(module).__name__} was frozen when the optimizer was made"
+    return look_alike(module, stock) or PlainGradient(reason)
 
 
 def _joined_where_tied(

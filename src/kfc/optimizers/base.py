@@ -215,9 +215,10 @@ class CurvatureOptimizer(CheckpointedOptimizer):
         A new group would not fit the schedulers of the learning rate. In the last part, weights may
         have had no gradient yet: they do not decay, because nothing could tell how far.
         """
-        fallen, for_now = self.engine.fallback.parameters, self.engine.fallback.for_now
+        fallen = self.engine.fallback.parameters
         if not fallen:
             return [(group, members)]
+        for_now = self.engine.fallback.parameters_for_now()
         lr = {"lr": float(group["lr"]) * group["fallback_factor"]} if "lr" in group else {}
         without = {**group, **lr, TREATMENT: self.fallback}
         return [

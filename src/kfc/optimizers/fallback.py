@@ -24,7 +24,6 @@ class Fallback:
     Attributes:
         plan: the plan without these layers.
         parameters: the names of their parameters.
-        for_now: those of layers that get their curvature back at the end of the step.
     """
 
     def __init__(
@@ -36,7 +35,6 @@ class Fallback:
         self._layers: list[str] = []
         self._for_now: list[str] = []
         self.parameters: set[str] = set()
-        self.for_now: set[str] = set()
 
     def add(
         self, gathered: Collection[str], gradients: Mapping[str, Tensor], for_now: Collection[str]
@@ -60,17 +58,21 @@ class Fallback:
             layer = self._whole.layer_of[name][0] if name in self.plan.layer_of else None
             if layer in found:
                 found[layer] = max(found[layer], 1.0 + bool(gradient.any()))
-        ranks = self._reducer.gather(list(found.values()))
-        largest = {layer: max(each) for layer, *each in zip(missing, *ranks, strict=True)}
+        largest = dict(zip(missing, self._reducer.largest(list(found.values())), strict=True))
         fallen = [layer for layer in missing if largest[layer] > 0]
         if fallen:
             self.restore([*self._layers, *fallen])
             lasting = [layer for layer in fallen if largest[layer] > 1 and layer not in for_now]
             self._for_now = [layer for layer in fallen if layer not in lasting]
-            layer_of = {name: self._whole.layer_of[name][0] for name in self.parameters}
-            self.for_now = {name for name, layer in layer_of.items() if layer in self._for_now}
             if lasting and self._reducer.rank == 0:
                 self._warn(lasting)
+
+    def parameters_for_now(self) -> set[str]:
+        """Return the parameters of layers that get their curvature back at the end of the step."""
+        return self._parameters_of(self._for_now)
+
+    def _parameters_of(self, layers: Collection[str]) -> set[str]:
+        return {name for name, (layer, *_) in self._whole.layer_of.items() if layer in layers}
 
     def end_step(self) -> None:
         """Return the layers to curvature that have lost it for this step only."""
@@ -79,7 +81,7 @@ class Fallback:
 
     def restore(self, layers: Sequence[str]) -> None:
         """Let exactly these layers have no curvature."""
-        self._layers, self._for_now, self.for_now = list(layers), [], set()
+        self._layers, self._for_now = list(layers), []
         self.plan = self.plan_without(layers)
         self.parameters = set(self._whole.layer_of) - set(self.plan.layer_of)
         self._curvature.restrict(self.plan)
@@ -89,8 +91,7 @@ class Fallback:
 
     def _warn(self, layers: Sequence[str]) -> None:
         sizes = {n: p.numel() for n, p in self._model.named_parameters() if p.requires_grad}
-        layer_of = {name: self._whole.layer_of[name][0] for name in self.parameters}
-        own = sum(size for name, size in sizes.items() if layer_of.get(name) in layers)
+        own = sum(sizes.get(name, 0) for name in self._parameters_of(layers))
         share = own / sum(sizes.values())
         shown = ", ".join(map(repr, layers[:MOST_NAMES]))
         more = f" and {len(layers) - MOST_NAMES} more" if len(layers) > MOST_NAMES else ""

@@ -341,20 +341,18 @@ class WhitenedAdam(CurvatureOptimizer):
         shape: Sequence[int] = self.engine.members[name].shape
         if part == STEP:
             return Part((), low=0, is_whole=True)
-        is_matrix = name in plan.layer_of and part in (SQUARE, GRAM, BASIS)
-        if not (is_matrix or part in (SQUARE, FAST, WIDE)):
-            return None
-        if is_matrix:
-            geometry = plan.layers[plan.layer_of[name][0]]
-            assert isinstance(geometry, MatrixLayer)
-            matrix = geometry.weight_to_matrix(torch.empty(geometry.weight.shape, device="meta"))
-            groups, rows, columns = matrix.shape
-            if part == SQUARE:  # of weight and bias, or of the one that was trained
-                shapes = [(groups, rows, size) for size in (columns + 1, columns, 1)]
-                return Part(shapes[0], low=0.0, other_shapes=shapes[1:])
-            shape = groups, rows, rows
         low = 0.0 if part == SQUARE else -math.inf
-        return Part(shape, low=low, is_symmetric=part == GRAM)
+        if name not in plan.layer_of or part not in (SQUARE, GRAM, BASIS):
+            return Part(shape, low=low) if part in (SQUARE, FAST, WIDE) else None
+        layer = plan.layers[plan.layer_of[name][0]]
+        assert isinstance(layer, MatrixLayer)
+        matrix = layer.weight_to_matrix(torch.empty(layer.weight.shape, device="meta"))
+        groups, rows, columns = matrix.shape
+        if part != SQUARE:
+            return Part((groups, rows, rows), is_symmetric=part == GRAM)
+        # Of weight and bias, or of the one that was trained
+        both, *others = [(groups, rows, size) for size in (columns + 1, columns, 1)]
+        return Part(both, low=low, other_shapes=others)
 
     @property
     def step_diagnostics(self) -> dict[str, Any]:

@@ -124,8 +124,8 @@ class Replays:
             return []
         # 0: without a gradient; 1: with a gradient only; 2: with statistics
         own = [2.0 if n in batch.moments else float(self._has_gradient(n)) for n in lacking]
-        ranks = self._reducer.gather(own)
-        return [name for name, *each in zip(lacking, *ranks, strict=True) if max(each) == 1]
+        largest = zip(lacking, self._reducer.largest(own), strict=True)
+        return [name for name, flag in largest if flag == 1]
 
     def _has_gradient(self, name: str) -> bool:
         """Return whether a gradient of a layer is not zero; the host waits for the device."""
